@@ -1,4 +1,4 @@
-"""A MoE layer without ranks: every expert on every token that goes there, in float64, gradients by autograd."""
+"""A MoE layer without ranks: every expert on its tokens, in float64, gradients by autograd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moe(
 
 
 def decibel(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """Signal to noise."""
+    """Signal to noise in dB."""
     exact = exact.detach().double().cpu()
     noise = (value.detach().double().cpu() - exact).square().sum().clamp_min(1e-300)
     return float(10 * torch.log10(exact.square().sum() / noise))

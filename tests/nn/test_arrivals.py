@@ -1,4 +1,4 @@
-"""A step that keeps what arrived gives the bits of one that keeps the rows made of it."""
+"""A step that keeps staging rows is bit-identical to a step that keeps the expanded rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, FFN, TOKENS, TOPK = 64, 96, 7, 4
 
 
 def _steps(moe: MoE, rank: int, observed: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
-    """Results and gradients of two micro-batches, the second one sent before the first goes back; shapes kept."""
+    """Results and gradients of two micro-batches, the second sent before the first one's backward; saved shapes."""
     device, generator = current_heap().device, torch.Generator().manual_seed(rank)
     shapes: list[tuple[int, ...]] = []
 
@@ -76,7 +76,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any) -> None:
         if rows is not None:
             assert (rows, HIDDEN) in of_rows and (rows, HIDDEN) not in of_arrivals
             assert (world * TOKENS, HIDDEN) in of_arrivals
-        if capacity != 128:  # rows that do not fit are an error there
+        if capacity != 128:  # overflow is an error there
             moe.check()
         finalize_exchanges()
 
@@ -87,7 +87,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any) -> None:
     ids=["one-rank", "exact", "static", "overflow", "nodes"],
 )
 def test_the_same_bits_from_what_arrived(run_ranks, nodes, ranks_per_node, capacity):
-    """Of tokens, weights and parameters, with two micro-batches in flight, by autograd and as an op."""
+    """Gradients of tokens, weights and parameters, with two micro-batches in flight, by autograd and as an op."""
     run_ranks(_check, nodes, ranks_per_node, capacity)
 
 
@@ -107,7 +107,7 @@ def test_the_same_bits_from_what_arrived(run_ranks, nodes, ranks_per_node, capac
     ids=str,
 )
 def test_where_arrivals_are_few(change: dict[str, Any], kept: bool) -> None:
-    """Ranks times tokens, against rows; and only where the table of copies is there."""
+    """The choice compares ranks times tokens with rows, and needs the table of the expansion."""
     sizes: dict[str, Any] = {"max_tokens": 64, "hidden": 256, "topk": 8, "num_experts": 64, "rank": 0, "num_sm": 8}
     sizes |= {"world_size": 2, "local_world_size": 2, "enable_local_combine": True, **change}
     assert keeps_arrivals(EPConfig(**sizes)) == kept

@@ -1,4 +1,4 @@
-"""`triton-ep bench moe-layer` on CPU ranks: all providers compute the layer; rows and table are what was asked for."""
+"""`triton-ep bench moe-layer` on CPU ranks: all providers compute the layer; rows and table are as requested."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) 
 
 
 def test_errors_of_results_that_have_a_graph_are_measured_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
-    """A quarter off is 12 dB, of a leaf's result as of plain numbers."""
+    """An error of a quarter is 12 dB, for results with a graph as for plain numbers."""
     leaf = torch.ones(4, requires_grad=True)
     assert moe_providers.decibel([(leaf * 1.25, torch.ones(4))]) == pytest.approx(12.04, abs=0.01)
     assert not recwarn.list
 
 
 def test_cases_of_a_run() -> None:
-    """Capacities and precisions of the module, one case of each other provider; modes say what is not the default."""
+    """Capacities and precisions of the module, one case of each other provider; modes name non-default options."""
     words = ["--payload", "bf16,mxfp8", "--capacity", "exact,static", "--precision", "default,exact"]
     cases = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep").cases()
     mode = "interpreted-{}-sm20-local-a128-ffn32"
@@ -63,8 +63,8 @@ def test_cases_of_a_run() -> None:
 
 
 def test_every_provider_in_one_run(run_ranks: Callable[..., Any]) -> None:
-    """Forward and step, weights as they were and changed. Errors are of their payload, and the last table has ratios to
-    the collectives and to the products."""
+    """Forward and step, with unchanged and changed weights. Errors match the payload; the last table has ratios to the
+    collectives and to the products."""
     words = ["--payload", "bf16,mxfp8", "--backward", "--refresh-weights", "--capacity", "static"]
     settings = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep")
     found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
@@ -89,7 +89,7 @@ def test_every_provider_in_one_run(run_ranks: Callable[..., Any]) -> None:
 
 
 def _dropped(rank: int, nodes: int, ranks_per_node: int) -> None:
-    """The collectives' layer with dropped copies, by itself: as the dense one, all gradients by autograd."""
+    """The collectives' layer with dropped assignments equals the dense layer, all gradients by autograd."""
     place = Place(rank, 2, 2, current_heap().device, {})
     settings = _settings()
     job = Job(settings, settings.shapes[0], place)
@@ -108,12 +108,12 @@ def _dropped(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_dropped_copies_by_the_collectives(run_ranks: Callable[..., Any]) -> None:
-    """They give nothing and get no gradient."""
+    """Dropped assignments contribute nothing and get no gradient."""
     run_ranks(_dropped, 1, 2)
 
 
 class _PeerBuffer:
-    """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
+    """The methods of deep_ep.Buffer that the benchmark calls, over collectives; rows by source rank and token."""
 
     def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         assert (num_nvl_bytes, num_rdma_bytes) == (128 * 64, 0) and group is dist.group.WORLD
@@ -179,7 +179,7 @@ def _measure_peer(rank: int, nodes: int, ranks_per_node: int, settings: Settings
 
 
 def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any]) -> None:
-    """Through a stand-in with its interface: the same tokens and gradients."""
+    """A stand-in with DeepEP's interface gives the same tokens and gradients."""
     found = run_ranks(_measure_peer, 1, 2, _settings("--provider", "deep_ep", "--backward"))[0]
     found = [row for row in found if row["op"] != "floor"]
     assert [row["op"] for row in found] == ["moe_layer_fwd", "moe_layer_step"]
@@ -196,12 +196,12 @@ def _wrong(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_a_wrong_layer_is_not_timed(run_ranks: Callable[..., Any]) -> None:
-    """One row of one matrix is enough."""
+    """One wrong row of one matrix is enough to refuse the layer."""
     run_ranks(_wrong, 1, 2)
 
 
 def test_files_from_before_memory_and_error_get_their_columns(tmp_path: Path) -> None:
-    """They are read, and appended to, with empty cells."""
+    """Old files are read and appended to; the missing cells are empty."""
     path, old = tmp_path / "rows.csv", rows.make_row({"op": "dispatch", "median_us": 3})
     before = [name for name in rows.COLUMNS if name not in ("peak_mib", "error_db")]
     path.write_text(",".join(before) + "\n" + ",".join(old[name] for name in before) + "\n")
@@ -217,7 +217,7 @@ def test_files_from_before_memory_and_error_get_their_columns(tmp_path: Path) ->
     ids=lambda words: words[0],
 )
 def test_options_that_do_not_fit(words: Sequence[str]) -> None:
-    """Refused before any rank starts."""
+    """Unfit options are refused before any rank starts."""
     with pytest.raises(ConfigError):
         _settings(*words)
 
@@ -229,7 +229,7 @@ def _decoding(rank: int, nodes: int, ranks_per_node: int, settings: Settings) ->
 
 
 def test_decoding_has_its_bound(run_ranks: Callable[..., Any]) -> None:
-    """Low latency, forward only; above the bound, which counts the experts that have rows, at their width."""
+    """Low latency, forward only, is above the bound, which counts the weights of experts with rows at their width."""
     settings = _settings("--low-latency", "--payload", "bf16,mxfp8", "--provider", "triton_ep,nccl", "--tokens", "2")
     assert settings.ops == ("moe_layer_decode",) and settings.capacities == ("static",)
     found, active = run_ranks(_decoding, 1, 2, settings)[0]
@@ -243,7 +243,7 @@ def test_decoding_has_its_bound(run_ranks: Callable[..., Any]) -> None:
         assert row["mode"] == "interpreted-static-ll-local-ffn32" and float(row["error_db"]) > 20
         assert float(row["floor_us"]) > 0 and row["floor_ratio"]
     assert found[1]["floor_us"] == ""
-    (expert,) = [3 * 32 * 64 * 2]  # case 1 is of the collectives, in bf16
+    (expert,) = [3 * 32 * 64 * 2]  # case 1 uses the collectives, in bf16
     assert expert <= active <= 2 * expert
     table = tables.moe_table([{**row, "gpu": "H200"} for row in found])
     assert table[2].split()[-6:] == ["x", "nccl", "x", "bound", "error", "dB"]
@@ -256,7 +256,7 @@ def test_decoding_has_its_bound(run_ranks: Callable[..., Any]) -> None:
 
 
 def test_models_have_their_sizes() -> None:
-    """As published; what is given on the command line comes first."""
+    """Sizes are as published; options on the command line override them."""
     for model, sizes in (
         ("qwen3-235b", (4096, 1536, 8, 128)),
         ("mixtral", (4096, 14336, 2, 8)),
@@ -271,7 +271,7 @@ def test_models_have_their_sizes() -> None:
 
 
 def test_most_allocated() -> None:
-    """Of what is there at a time; memory from before, and results, do not count, but what had their addresses does."""
+    """Peak of live memory: earlier memory and results do not count, but earlier tensors at their addresses do."""
 
     def event(action: str, addr: int, size: int) -> dict[str, object]:
         return {"action": action, "addr": addr, "size": size}

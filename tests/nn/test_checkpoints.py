@@ -1,4 +1,4 @@
-"""Checkpoints of MoE modules: written with some ranks and read with others; names of Hugging Face's models."""
+"""Checkpoints of MoE modules: saved and loaded with different numbers of ranks; names of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": 8, 
 
 
 class _Model(torch.nn.Module):
-    """Two MoE layers under names of their own, and a layer that every rank has."""
+    """Two MoE layers under different names, and a dense layer that every rank has."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _load(rank: int, nodes: int, ranks_per_node: int, folder: str, payload: str 
     want, model = _Model(5, payload=payload), _Model(6, payload=payload)
     x = _x(rank)
     with torch.no_grad():
-        before, exact = model(x), want(x)  # prepared weights are there, of values that are about to go
+        before, exact = model(x), want(x)  # builds prepared weights, which the load makes stale
         assert not torch.equal(before, exact)
         checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)
         for name, value in want.state_dict().items():
@@ -77,7 +77,7 @@ def _load(rank: int, nodes: int, ranks_per_node: int, folder: str, payload: str 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_any_number_of_ranks_reads_what_four_wrote(run_ranks, tmp_path, replicas):
-    """Saved by 4 ranks, with FSDP by 2 x 2; read by 2 and by 1, which then give the same results to the bit."""
+    """Saved by 4 ranks, with FSDP by 2 x 2; loaded by 2 and by 1, with bit-identical results."""
     folder = str(tmp_path / "checkpoint")
     run_ranks(_save, 1, 4, folder, replicas)
     run_ranks(_load, 1, 2, folder, None)
@@ -96,7 +96,7 @@ def _refuses_columns(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_shards_of_columns_are_refused(run_ranks):
-    """Experts that FSDP shards along their columns have no name in a checkpoint by experts."""
+    """A checkpoint by experts cannot hold experts that FSDP shards along their columns."""
     run_ranks(_refuses_columns, 1, 2)
 
 
@@ -107,7 +107,7 @@ ROUTER = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1)
 
 
 def _matrices() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate, up [E, F, H] and down [E, H, F] in bf16 of experts that differ."""
+    """gate, up [E, F, H] and down [E, H, F] in bf16, different for every expert."""
     g = torch.Generator().manual_seed(2)
     gate, up = (torch.randn(EXPERTS, FFN, HIDDEN, generator=g) * HIDDEN**-0.5 for _ in range(2))
     return gate.bfloat16(), up.bfloat16(), (torch.randn(EXPERTS, HIDDEN, FFN, generator=g) * FFN**-0.5).bfloat16()
@@ -194,7 +194,7 @@ def _check_layout(rank: int, nodes: int, ranks_per_node: int, layout: str, separ
     [("deepseek", False), ("mixtral", True), ("fused", False), ("by turns", False), ("by turns", True)],
 )
 def test_layouts_of_hugging_face(run_ranks, layout, separate):
-    """Each rank takes its experts out of a checkpoint, and the layer computes what the checkpoint's matrices make."""
+    """Each rank loads its experts from a checkpoint, and the layer computes with the checkpoint's matrices."""
     run_ranks(_check_layout, 1, 2, layout, separate)
 
 
@@ -224,7 +224,7 @@ def _check_scales(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_blocks_in_fp8_are_multiplied_out(run_ranks):
-    """DeepSeek-V3's own files: e4m3 with a scale for every 128 x 128, also where a block is cut off."""
+    """DeepSeek-V3's own files: e4m3 with a scale for every 128 x 128, also for a partial block at the edge."""
     run_ranks(_check_scales, 1, 1)
 
 
@@ -250,5 +250,5 @@ def _refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name(run_ranks):
-    """Missing and surplus experts, shapes, biases, layouts."""
+    """Missing and surplus experts, wrong shapes, biases and layouts."""
     run_ranks(_refusals, 1, 1)

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 8, "timeout_
 
 
 class _Model(torch.nn.Module):
-    """A dense layer, then layers of experts, each with its residual."""
+    """A dense layer, then layers of experts, each with a residual connection."""
 
     def __init__(self, seed: int, *layers: dict[str, Any]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _same(seen: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
         if BACKEND == "aot_eager":
             assert torch.equal(one, other)
         elif other.numel():
-            # Fused operations round less often; a value then may be quantised to its neighbour.
+            # Fused operations round less often, so a value may be quantised to its neighbour.
             assert dense.decibel(one, other) > 20
 
 
@@ -76,7 +76,7 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
             _same(_step(compiled, model.parameters(), x), wanted)
             for parameter, grad in zip(model.parameters(), wanted[2:], strict=True):
                 parameter.grad = grad
-            optimizer.step()  # quantised copies of the weights, made inside of the op, follow
+            optimizer.step()  # quantised copies of the weights, built inside the op, must follow
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
     finalize_exchanges()
@@ -87,7 +87,7 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
 def test_a_model_compiles_into_one_graph(run_ranks):
     """fullgraph=True, static and exact: results and gradients of eager, with other weights and numbers of tokens."""
     static = {"capacity": 2.0, "bias": True, "params_dtype": torch.float32}
-    # How many ranks there are is nothing to the compiler, which takes seconds in each: on the CPU there is one.
+    # The number of ranks does not affect the compiler, which takes seconds in each rank: one rank on the CPU.
     run_ranks(_compiled, 1, 1 if INTERPRETING else 2, (static, {"payload": "mxfp8", "separate": True}))
 
 
@@ -97,7 +97,7 @@ def _ops(rank: int, nodes: int, ranks_per_node: int) -> None:
         model = MoE(HIDDEN, FFN, **SIZES, **options)
         x, (ids, weights) = _x(rank, TOKENS), model.router(_x(rank, TOKENS))
         with torch.no_grad():
-            model(x)  # quantised copies of the weights are there
+            model(x)  # builds the quantised copies of the weights
         params = [parameter.detach().requires_grad_() for parameter in model.experts.local_parameters()]
         keys = (model.exchange.context.layer_id, model.experts.key)
         given = (x.requires_grad_(), ids, weights.detach().requires_grad_(), params)
@@ -121,7 +121,7 @@ def _ops(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_opcheck_finds_nothing(run_ranks):
-    """Schemas, fakes and gradients of the op are what torch takes them for."""
+    """Schemas, fakes and gradients of the op are consistent with the op."""
     run_ranks(_ops, 1, 1)
 
 
@@ -158,7 +158,7 @@ def _counting(call: Any, calls: list[int]) -> Any:
 
 
 def test_selective_checkpoints_save_or_repeat_the_block(run_ranks):
-    """A policy that names the op spares its repetition; without it, or with no policy, the exchange is made twice."""
+    """A policy that names the op avoids its recomputation; without it, or without a policy, dispatch runs twice."""
     run_ranks(_selective, 1, 2)
 
 
@@ -186,5 +186,5 @@ def _main_grad(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_main_grad_takes_the_gradients(run_ranks):
-    """Megatron-Core's float32 sums: by the block, by the compiled op of a copied model, under checkpoints."""
+    """Megatron-Core's float32 sums: in the block, in the compiled op of a copied model, under checkpoints."""
     run_ranks(_main_grad, 1, 2)

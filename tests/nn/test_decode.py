@@ -1,4 +1,4 @@
-"""Decoding: low latency in CUDA graphs, two micro-batches in flight, and weights that nobody reads.
+"""Decoding: low latency in CUDA graphs, two micro-batches in flight, and weights that are not read.
 
 On the CPU a replay is the call itself.
 """
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"num_experts": 8, "topk": 2, "low_latency": True, "time
 
 
 def _captured(call: Callable[[], list[torch.Tensor]], device: torch.device) -> tuple[Callable[[], Any], Any]:
-    """A replay of the call, and the tensors that it writes; on the CPU the call, which returns them."""
+    """A function that replays the call, and its output tensors; on the CPU the call itself, which returns them."""
     if device.type == "cpu":
         return call, None
     torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
         xs = [torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
 
         def step(xs: list[torch.Tensor] = xs) -> list[torch.Tensor]:
-            """Both micro-batches; on a GPU the second on a stream of its own."""
+            """Run both micro-batches; on a GPU the second on a side stream."""
             if side is None:
                 return [first(xs[0]), second(xs[1])]
             side.wait_stream(torch.cuda.current_stream())
@@ -88,7 +88,7 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_two_micro_batches_in_flight(run_ranks, payload):
-    """Few tokens and the most there may be, in one graph over two exchanges: the bits of one after the other."""
+    """Few tokens and max_tokens, in one graph over two exchanges: bit-identical to sequential calls."""
     run_ranks(_decode, 1, 2, payload)
 
 
@@ -96,7 +96,7 @@ def test_two_micro_batches_in_flight(run_ranks, payload):
 
 
 def _guarded(values: torch.Tensor, open_experts: list[int]) -> torch.Tensor:
-    """A copy of [E, ...] in pages, of which those of other experts cannot be read: whoever tries ends the process."""
+    """Copy [E, ...] to pages and protect the pages of all other experts: reading them ends the process."""
     num_bytes = values[0].numel() * values.element_size()
     assert num_bytes % mmap.PAGESIZE == 0
     memory = mmap.mmap(-1, values.shape[0] * num_bytes)
@@ -134,7 +134,7 @@ def _reads(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_weights_of_experts_without_rows_are_not_read(run_ranks, backend):
-    """Their pages are closed, and the products run."""
+    """The products run although the pages of these experts are protected."""
     if backend != "host":
         pytest.skip("memory of GPUs has no such pages; the decoding rows show the bytes")
     run_ranks(_reads, 1, 1)

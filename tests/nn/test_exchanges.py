@@ -1,4 +1,4 @@
-"""Modules share an exchange; what two passes must not do at a time is refused or ordered."""
+"""Modules share an exchange; concurrent passes on one exchange are refused or ordered."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
     third = _moe(exchange=own)
     assert third.exchange is own
     x = _x(rank)
-    # Two layers of a model, forward and backward, over one exchange; the same over one each.
+    # Two layers of a model, forward and backward, over one shared exchange and over one exchange each.
     shared, apart = (torch.autograd.grad(b(a(x)).float().sum(), x)[0] for a, b in ((first, second), (first, third)))
     assert torch.equal(shared, apart) and shared.any()
 
@@ -70,7 +70,7 @@ def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_modules_of_the_same_sizes_share_an_exchange(run_ranks):
-    """Copies too; the last one that gives it up frees its memory, and a module can connect anew."""
+    """Copies share it too; the last holder frees its memory, and a module can connect again."""
     run_ranks(_share, 1, 2)
 
 
@@ -90,7 +90,7 @@ def _unfit(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_an_exchange_that_does_not_fit_is_refused(run_ranks):
-    """With both values and how to make one that does."""
+    """The error names both values and how to create an exchange that fits."""
     run_ranks(_unfit, 1, 1)
 
 
@@ -112,12 +112,12 @@ def _broken(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_modules_work_again_after_a_failure(run_ranks):
-    """It fails for all that share the exchange; with new ones they give what they gave before."""
+    """A failure hits all modules that share the exchange; with new exchanges they give the same results as before."""
     run_ranks(_broken, 1, 2)
 
 
 class _Over(Exception):
-    """Ranks that have aborted are of no more use to other tests: they end."""
+    """Ends ranks that have aborted, because other tests cannot use them."""
 
 
 def _experts_fail(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -134,7 +134,7 @@ def _experts_fail(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_a_failure_between_dispatch_and_combine(run_ranks, backend):
-    """The other ranks are told at once."""
+    """The other ranks fail at once, without waiting for the timeout."""
     if backend != "host":
         pytest.skip("GPUs are told by their time limit")
     with pytest.raises(_Over):
@@ -142,7 +142,7 @@ def test_a_failure_between_dispatch_and_combine(run_ranks, backend):
 
 
 class _Stream:
-    """What `Exchange.use` asks of a stream."""
+    """Stand-in with the methods of a stream that `Exchange.use` calls."""
 
     def __init__(self) -> None:
         self.waited_for: list[_Stream] = []
@@ -189,13 +189,13 @@ def test_one_pass_at_a_time(run_ranks):
     [
         (None, False, None),
         (300, False, 384),
-        (1.5, False, 1536 + 8 * 127 + 8),  # mean load 64 * 16, padding, a whole tile
-        (100.0, False, 64 * 4 * 8 + 8 * 127 + 8),  # no more than can arrive: a token has 8 experts here at most
-        (None, True, 64 * 4 * 8),  # not padded, and never more
+        (1.5, False, 1536 + 8 * 127 + 8),  # mean load 64 * 16, padding, rounded up to a tile
+        (100.0, False, 64 * 4 * 8 + 8 * 127 + 8),  # at most what can arrive: a token has at most 8 experts here
+        (None, True, 64 * 4 * 8),  # no padding, and never more
         (9999, True, 64 * 4 * 8),
         (300, True, 384),
     ],
 )
 def test_rows_of_a_capacity(capacity, low_latency, rows):
-    """As many as told, or a multiple of the mean load with every expert's padding, up to what can arrive."""
+    """As given, or a multiple of the mean load plus every expert's padding, up to what can arrive."""
     assert exchanges.capacity_rows(capacity, low_latency, 32, 16, 64, 4) == rows

@@ -25,15 +25,15 @@ HIDDEN, FFN = 64, 96
 NAMES = ("x_rows", "row_weights", "w13", "w2", "b13", "b2")
 SIZES = (20, 0, 133)
 SWIGLU = Activation()
-# A bf16 result is off by its last rounding, 1.7e-3 of the norm, and by what float32 sums change in roundings before it.
+# Error of a bf16 result: its last rounding, 1.7e-3 of the norm, and earlier roundings that float32 sums change.
 BF16, FLOAT32 = 2.5e-3, 3e-4
-# Fewer bits of tensor cores move values over the border between two e4m3 values.
+# The tensor cores' lower precision moves values over the border between two e4m3 values.
 FP8 = 0.0 if DEVICE == "cpu" else 1.5e-2
 
 
 @dataclass
 class Case:
-    """Operands of a block, [R, ...] with some rows behind the last segment that hold no numbers."""
+    """Operands of a block, [R, ...] with some rows past the last segment that hold no numbers."""
 
     precision: str | None = None
     sizes: tuple[int, ...] = SIZES
@@ -66,7 +66,7 @@ class Case:
         self.settings = ExpertSettings(self.activation, self.precision, self.aligned)
 
     def run(self, needed: tuple[str, ...] = NAMES, dy: torch.Tensor | None = None, **other: Any) -> dict[str, Any]:
-        """The result as "y" and the gradients of what is needed, by their names."""
+        """The result as "y" and the needed gradients, by name."""
         leaves = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in {**self.tensors, **other}.items()}
         for name in needed:
             if leaves[name] is not None:
@@ -86,7 +86,7 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _expected(case: Case) -> dict[str, torch.Tensor]:
-    """What `Case.run` returns, of rows in use, in float64 with every operand rounded as its definition says."""
+    """Expected results of `Case.run` for rows in use: float64, with every operand rounded as defined."""
     precision, offs, used = case.precision, case.offs, case.used
     kind = oracle.Activation(*case.activation)
     mx = {None: _bf16, "exact": oracle.mx_values}.get(precision, oracle.row_values)  # along the last dimension
@@ -108,7 +108,7 @@ def _expected(case: Case) -> dict[str, torch.Tensor]:
     y = oracle.product(mx(act.float()), prepared(w2), offs) + scaled_b2
     grads = oracle.activation_backward(oracle.product(dy, columns(w2), offs), _bf16(pre), weights, kind)
     dpre = _bf16(grads.pre)
-    # Gradients of w2 take the gradient as it came: nobody had to quantise it.
+    # The gradient of w2 uses the unquantised output gradient.
     came = case.dy[:used].double()
     return {
         "y": y,
@@ -145,7 +145,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.precision}-{case.sizes}-{case.activation.kind}")
 def test_values_and_gradients(case: Case) -> None:
-    """All of them; the same bits every time; rows behind the last segment count for nothing."""
+    """All values and gradients, the same bits every time; rows past the last segment have no effect."""
     got = case.run()
     present = {name for name, t in case.tensors.items() if t is not None}
     assert set(got) == {"y", *present}
@@ -160,7 +160,7 @@ def test_values_and_gradients(case: Case) -> None:
     "needed", [("x_rows",), ("row_weights", "b2"), ("b2",), ("w2",), ("b13",), ("w13", "row_weights")]
 )
 def test_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, needed: tuple[str, ...], precision: str | None) -> None:
-    """Each gradient has the bits that it has among all; frozen weights cost no product; nobody keeps rows for them."""
+    """Each gradient alone has the same bits as among all; frozen weights cost no product and keep no rows."""
     case = Case(precision, sizes=(9, 4), biased=True, spare=0)
     full, kept, products = case.run(), [], []
     real = module.weight_gradient
@@ -186,7 +186,7 @@ def test_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, needed: tuple[str,
 
 @pytest.mark.parametrize("precision", [None, "default", "exact"])
 def test_without_a_graph(precision: str | None) -> None:
-    """The same values where no gradient is asked for, and nothing is kept."""
+    """Without a requested gradient the values are the same and nothing is kept."""
     case = Case(precision, sizes=(5, 3), biased=True, spare=0)
     y = case(case.tensors)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_without_a_graph(precision: str | None) -> None:
 
 
 def test_forms_of_rows() -> None:
-    """Rows and gradients come as they travelled, dequantised, or, rows without a gradient, moved to row scales."""
+    """Rows and gradients may come as they travelled or dequantised; rows without a gradient also with row scales."""
     case = Case("default", sizes=(9, 4), spare=0)
     dy = MXTensor.to_mx(case.dy)
     as_travelled = case.run(NAMES, dy)
@@ -207,7 +207,7 @@ def test_forms_of_rows() -> None:
 
 @pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.bfloat16])
 def test_rows_may_be_made_bf16_by_strips(monkeypatch: pytest.MonkeyPatch, main_dtype: torch.dtype | None) -> None:
-    """The same sums as of all columns at once, however few are made bf16 at a time."""
+    """The same sums as for all columns at once, however few columns are converted to bf16 at a time."""
     case = Case("default", sizes=(128, 0, 256), biased=True, aligned=True)
     dy = MXTensor.to_mx(case.dy)
     found = []
@@ -222,13 +222,13 @@ def test_rows_may_be_made_bf16_by_strips(monkeypatch: pytest.MonkeyPatch, main_d
         assert (w2.grad is None) == (main_dtype is not None)
     assert len(module._strips(quantize_to_rows(case.dy), True, 2)) == 2
     for got, want in zip(*found, strict=True):
-        # A BLAS that multiplies tiles may round float32 sums otherwise in another column of a tile.
+        # A tiled BLAS may round float32 sums differently in another column of a tile.
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("precision", [None, "default"])
 def test_between_two_exchanges(precision: str | None) -> None:
-    """Forward and backward by hand, of rows and gradients as a dispatch delivers them: the same bits."""
+    """Forward and backward called by hand, on rows and gradients as a dispatch delivers them: the same bits."""
     case = Case(precision, sizes=(9, 0, 4), biased=True)
     as_function = case.run(dy=case.dy if precision is None else quantize_to_rows(case.dy).dequantize())
     block = ExpertBlock(None if precision is None else PreparedWeights("both", precision), case.settings)
@@ -261,7 +261,7 @@ def test_between_two_exchanges(precision: str | None) -> None:
 
 
 def test_no_rows() -> None:
-    """Zero gradients of weights, and everything has its shape."""
+    """Gradients of weights are zero, and all shapes are right."""
     for precision in (None, "default"):
         case = Case(precision, sizes=(0, 0), biased=True, spare=0)
         got = case.run()
@@ -275,7 +275,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("flagged", [True, False])
 def test_main_grad(flagged: bool, dtype: torch.dtype) -> None:
-    """Gradients are added to what is there; a flag says so, and hooks see a gradient that nobody is to read."""
+    """Gradients are added to main_grad; a flag says so, and hooks see a gradient whose values are undefined."""
     case = Case(sizes=(9, 0, 4), spare=0)
     plain = case.run()
     weights = {name: case.tensors[name].detach().clone().requires_grad_() for name in ("w13", "w2")}
@@ -301,7 +301,7 @@ def test_main_grad(flagged: bool, dtype: torch.dtype) -> None:
 
 
 def test_errors() -> None:
-    """Precision, copies of weights and rows go together."""
+    """Precision, copies of weights and rows must fit each other."""
     case = Case("default", sizes=(3,), spare=0)
     with pytest.raises(ConfigError, match="'exakt'"):
         ExpertSettings(precision="exakt")

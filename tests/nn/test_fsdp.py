@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 6, "timeout_
 
 
 def _steps(moe: MoE, rank: int, again: bool) -> list[torch.Tensor]:
-    """Outputs and gradients of two steps with an update of the weights in between."""
+    """Outputs and gradients of two steps, with an update of the weights in between."""
     device, found = current_heap().device, []
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
     for step in range(2):
@@ -66,7 +66,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("options", [{}, {"payload": "mxfp8"}, {"separate": True}], ids=["bf16", "mxfp8", "separate"])
 def test_sharded_experts_train_as_whole_ones(run_ranks, options):
-    """FSDP gathers the weights for each pass and shards their gradients; after a step the new ones are multiplied."""
+    """FSDP gathers weights for each pass and shards their gradients; after a step the products use the new weights."""
     run_ranks(_check, 1, 4, options)
 
 
@@ -112,5 +112,5 @@ def _other_weights(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_copies_follow_weights_that_change_while_they_are_sharded(run_ranks):
-    """Loaded, or changed in place, with no optimizer: what is gathered next is multiplied."""
+    """Weights loaded or changed in place, without an optimizer: the next products use the new values."""
     run_ranks(_other_weights, 1, 4)

@@ -1,4 +1,4 @@
-"""A training step of the module without the host: replayed as a CUDA graph, on the CPU simply repeated."""
+"""A training step of the module without the host: replayed as a CUDA graph, repeated on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Step:
         self.x.requires_grad_()
 
     def load(self, seed: int) -> None:
-        """Other inputs at the same addresses."""
+        """Write other inputs to the same addresses."""
         generator = torch.Generator().manual_seed(10 * seed + self.rank)
         with torch.no_grad():
             for tensor in (self.x, self.grad):
@@ -41,13 +41,13 @@ class _Step:
         self.results = [y.detach(), *grads]
 
     def eager(self) -> list[torch.Tensor]:
-        """Results of a step, safe from the next one."""
+        """Results of a step, copied so that the next step does not overwrite them."""
         self()
         return [each.clone() for each in self.results]
 
 
 def _captured(step: _Step, stream: Any) -> Callable[[], None]:
-    gc.collect()  # graphs of autograd of earlier steps
+    gc.collect()  # autograd graphs of earlier steps
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -81,7 +81,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
         assert all(map(torch.equal, step.results, wanted[seed]))
     captured = step.results
 
-    # The weights change: what the graph reads of them is brought up to date, and it gives what a step gives.
+    # The weights change: after a refresh of the copies that the graph reads, a replay equals an eager step.
     with torch.no_grad():
         step.moe.experts.w13.mul_(0.5)
         step.moe.experts.w2.add_(0.1)
@@ -102,7 +102,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_step_is_replayed_with_other_inputs_and_other_weights(run_ranks, options):
-    """The bits of eager steps; a capture of stale weights, or on a second stream, is refused (GPUs)."""
+    """Bit-identical to eager steps; a capture with stale copies or on a second stream is refused (GPUs)."""
     run_ranks(_check, 1, 2, options)
 
 
@@ -120,7 +120,7 @@ class _Training(_Step):
         self.optimizer.step()
 
     def begin_again(self) -> None:
-        """The weights of the beginning, at the same addresses."""
+        """Restore the initial weights at the same addresses."""
         with torch.no_grad():
             for parameter, value in zip(self.moe.parameters(), self.initial, strict=True):
                 parameter.copy_(value)
@@ -129,7 +129,7 @@ class _Training(_Step):
 def _check_training(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:
     found = []
     for graph in (False, True):
-        # Copies that are made inside of the graph follow the weights that it changes.
+        # Copies built inside the graph follow the weights that the graph changes.
         options = {"payload": payload} | ({"prepared": "none"} if graph and payload else {})
         training = _Training(rank, options)
         step: Callable[[], None] = training
@@ -155,5 +155,5 @@ def _check_training(rank: int, nodes: int, ranks_per_node: int, payload: str | N
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_a_whole_step_with_its_optimizer_is_replayed(run_ranks, payload):
-    """Three steps of training by a graph and without one, on the CPU with and without kept copies: the same weights."""
+    """Three training steps with and without a graph, on the CPU with and without kept copies: the same weights."""
     run_ranks(_check_training, 1, 2, payload)

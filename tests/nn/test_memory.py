@@ -1,4 +1,4 @@
-"""What is said of memory is what is taken."""
+"""Memory estimates equal the memory that is allocated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"{value}",
 )
 def test_the_estimate_is_what_is_allocated(run_ranks, nodes, options):
-    """Exchange, prepared weights and what autograd keeps, to the byte."""
+    """Exchange, prepared weights and tensors saved by autograd, to the byte."""
     run_ranks(_check, nodes, 2 // nodes, options)
 
 
@@ -103,9 +103,9 @@ def test_the_page_has_what_the_estimate_says():
 
 
 class _Alive(TorchDispatchMode):
-    """Bytes of the tensors that ops have made and that are still there, and the most there have been at a time.
+    """Bytes of live tensors that ops have created, and the peak of these bytes.
 
-    Views of the symmetric heap, which starts at an address, are none.
+    Views of the symmetric heap, recognised by address, do not count.
     """
 
     def __init__(self, heap: int) -> None:
@@ -116,7 +116,7 @@ class _Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "triton_ep":
-            gc.collect()  # what the interpreter has in circles
+            gc.collect()  # reference cycles of the interpreter
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
@@ -135,7 +135,7 @@ class _Alive(TorchDispatchMode):
             self.now -= 0 if self._uses[place] else size
 
         self._seen[key] = weakref.ref(storage, gone)
-        # The interpreter makes storages of its own over the memory of what it is given.
+        # The interpreter creates its own storages over the memory of its arguments.
         self.now += 0 if self._uses[place] else size
         self._uses[place] += 1
 
@@ -150,12 +150,12 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
     gc.freeze()
 
     def step(moe: MoE, retain: bool) -> tuple[int, int, int, list[torch.Tensor]]:
-        """Most bytes of the forward pass; those that wait; most of the backward pass, gradients of parameters aside;
-        gradients."""
+        """Peak bytes of the forward pass; bytes saved between the passes; peak bytes of the backward pass without
+        gradients of parameters; gradients."""
         leaves = [*given, *moe.experts.parameters()]
         of_params = sum(leaf.numel() * leaf.element_size() for leaf in leaves[2:])
         heap = moe.exchange.context.local("stage_x").untyped_storage().data_ptr()
-        # Where a mode looks on, the module is one op.
+        # Under a dispatch mode the module would be one op.
         with mock.patch("triton_ep.nn.operations.is_observed", return_value=False), _Alive(heap) as alive:
             y = moe(x, topk_idx=ids, topk_weights=weights)
             gc.collect()
@@ -165,13 +165,13 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
                 assert all(map(torch.equal, torch.autograd.grad(y, leaves, torch.ones_like(y)), found))
         return forward, saved, alive.peak - of_params, [*found]
 
-    # Of a row: the first product or its gradient, the activation, a row in bf16. MXFP8: e4m3 rows, dpre, and either the
-    # activation with rows of e4m3 and half of them in bf16, or dpre in e4m3 and the gradient of the rows. In bf16 few
-    # rows have arrived, which are kept in place of those made of them.
+    # Bytes per row: the first product or its gradient, the activation, a row in bf16. MXFP8: e4m3 rows, dpre, and
+    # either the activation with e4m3 rows and half of them in bf16, or dpre in e4m3 and the gradient of the rows. In
+    # bf16 few rows arrive, and the staging rows are kept in place of the expanded rows.
     pre, act, wide = 4 * ffn, 2 * ffn, 2 * hidden
     for payload, row, most in (("mxfp8", hidden, hidden + pre + act + wide), (None, 0, wide + pre + act)):
         moe = MoE(hidden, ffn, num_experts=2, topk=2, max_tokens=tokens, capacity=rows, payload=payload, num_sm=2)
-        *_, first = step(moe, retain=False)  # makes copies of weights
+        *_, first = step(moe, retain=False)  # builds the copies of weights
         forward, saved, peak, again = step(moe, retain=False)
         slack = rows * 64 + sum(param.numel() * param.element_size() for param in moe.parameters())
         assert saved <= rows * (row + pre) + slack
@@ -183,5 +183,5 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_rows_are_dropped_as_the_backward_pass_goes_on(run_ranks):
-    """At no time are there more than those that the present step reads and writes, and those that later ones need."""
+    """At no time do more rows exist than the current step reads and writes plus those that later steps need."""
     run_ranks(_check_backward, 1, 1)

@@ -1,4 +1,4 @@
-"""The MoE module computes what a dense layer does, forward and backward, and says what does not fit."""
+"""The MoE module equals a dense layer, forward and backward, and names arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.plain
 HIDDEN, FFN, TOPK = 128, 128, 2
 TOKENS = (9, 0, 6, 5)
 SIZES: dict[str, Any] = {"topk": TOPK, "max_tokens": 9, "timeout_s": 60.0}
-# Rounding to bf16 leaves 50 dB of a tensor, to e4m3 31.5: up to eight such factors are behind y and its gradients.
+# Rounding a tensor to bf16 leaves 50 dB, to e4m3 31.5 dB; y and its gradients have up to eight such roundings.
 LEAST_DB = {None: 38.0, "mxfp8": 21.0}
 
 
@@ -29,7 +29,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _inputs(world: int, experts: int) -> tuple[list[torch.Tensor], ...]:
-    """x, ids, weights and the gradient of y of every rank; one rank has no tokens, some copies are dropped."""
+    """x, ids, weights and the gradient of y of every rank; one rank has no tokens, some assignments are dropped."""
     xs, ids, weights, grads = [], [], [], []
     for rank in range(world):
         g, num = _generator(rank), TOKENS[rank % len(TOKENS)]
@@ -43,14 +43,14 @@ def _inputs(world: int, experts: int) -> tuple[list[torch.Tensor], ...]:
 
 @contextlib.contextmanager
 def _moe(world: int, **options: Any) -> Iterator[MoE]:
-    """A module of two experts per rank, all ranks seeded alike; shared exchanges end with it."""
+    """A module of two experts per rank, all ranks seeded alike; shared exchanges are finalized at its end."""
     torch.manual_seed(11)
     moe = MoE(HIDDEN, FFN, num_experts=2 * world, **{**SIZES, **options})
     try:
         yield moe
     except Exception as error:
         with contextlib.suppress(EPError):
-            moe.exchange.context.failure = str(error)  # so that nobody waits for the other ranks
+            moe.exchange.context.failure = str(error)  # so that finalizing does not wait for the other ranks
         raise
     finally:
         finalize_exchanges()
@@ -58,7 +58,7 @@ def _moe(world: int, **options: Any) -> Iterator[MoE]:
 
 @torch.no_grad()
 def _draw(moe: MoE) -> None:
-    """Parameters from the CPU's generator: the same on every device, so that `_check_edge` holds on all or on none."""
+    """Draw parameters from the CPU's generator: the same on all devices, so `_check_edge` holds on all or none."""
     generator = _generator(33)
     for name, parameter in moe.experts.named_parameters():
         value = torch.rand(parameter.shape, generator=generator) * 2 - 1
@@ -69,10 +69,10 @@ def _draw(moe: MoE) -> None:
 def _check_edge(
     xs: list[torch.Tensor], ids: list[torch.Tensor], w13: torch.Tensor, b13: torch.Tensor | None, limit: float | None
 ) -> None:
-    """No product may lie within bf16's rounding of where the activation is cut.
+    """No product may be within bf16's rounding of the activation's limit.
 
-    The gradient jumps there, by all of its size, and the backward pass has products in bf16: one of few thousand that
-    falls on the other side leaves 26 to 38 dB of a gradient, whatever the kernels do.
+    The gradient jumps to zero there, and the backward pass has products in bf16: one product of a few thousand on the
+    wrong side leaves only 26 to 38 dB of a gradient, whatever the kernels do.
     """
     if limit is None or w13 is None:
         return
@@ -84,7 +84,7 @@ def _check_edge(
 
 
 def _all_parameters(moe: MoE, name: str) -> torch.Tensor:
-    """Of all experts, float64, on every rank."""
+    """Parameters of all experts, float64, on every rank."""
     own = getattr(moe.experts, name).detach().float().cpu()
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -154,7 +154,7 @@ CASES = {
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node", "options"), CASES.values(), ids=CASES)
 def test_module_is_the_dense_layer(run_ranks, nodes, ranks_per_node, options):
-    """Output and every gradient, slot by slot and expert by expert, against float64."""
+    """Output and all gradients, slot by slot and expert by expert, against float64."""
     run_ranks(_check, nodes, ranks_per_node, options)
 
 
@@ -189,7 +189,7 @@ def _router(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_gradients_of_the_router_and_its_loss(run_ranks):
-    """What the default router gets through the weights of its choice, and through the loss that it returned."""
+    """The default router gets gradients through the weights that it chose and through the loss that it returned."""
     run_ranks(_router, 1, 2)
 
 
@@ -226,7 +226,7 @@ def _refused(rank: int, nodes: int, ranks_per_node: int, capacity: float | None)
             else:
                 with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
                     call(**routed)
-        assert torch.equal(call(**routed), want), "the module is of use after all that"
+        assert torch.equal(call(**routed), want), "the module still works after all errors"
         kept = moe.experts.w2
         if rank == 1:
             moe.experts.w2 = torch.nn.Parameter(kept[:, :, 1:])
@@ -257,14 +257,14 @@ def _small_capacity(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(3):
             moe(x, topk_idx=ids, topk_weights=torch.ones(8, TOPK, device=device))
-            assert moe.overflow_total >= 0  # waits: the module looks at what is there, and does not wait itself
-        # The capacity is rounded up to 128 rows, and the segments of both experts of rank 0 take as many each.
+            assert moe.overflow_total >= 0  # waits for the stream; the module itself only checks the latest copy
+        # The capacity is rounded up to 128 rows, and the segment of each of rank 0's two experts takes 128.
         assert moe.overflow_total == (3 * 128 if rank == 0 else 0)
     return [str(w.message) for w in caught]
 
 
 def test_rows_that_do_not_fit_are_counted_and_warned_of(run_ranks):
-    """By the module itself, nobody need ask; on the rank whose experts have too little room."""
+    """The module warns by itself, on the rank whose experts have too little room."""
     first, second = run_ranks(_small_capacity, 1, 2)
     assert second == [] and len(first) >= 1 and "did not fit capacity=128 of rank 0" in first[0]
 
@@ -289,7 +289,7 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_options_that_cannot_work(run_ranks):
-    """Refused by name."""
+    """Unfit options are refused by name."""
     run_ranks(_config, 1, 2)
 
 
@@ -311,5 +311,5 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_low_latency_is_the_dense_layer(run_ranks, payload):
-    """Two launches per dispatch, one per combine, no gradient, static without a capacity being named."""
+    """Two launches per dispatch, one per combine, no gradient; static without an explicit capacity."""
     run_ranks(_decode, 1, 2, payload)

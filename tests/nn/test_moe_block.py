@@ -1,4 +1,4 @@
-"""The block of dispatch, experts and combine: its gradients against those of the single ops of autograd."""
+"""The block of dispatch, experts and combine: its gradients equal those of the separate autograd ops."""
 
 import contextlib
 from itertools import pairwise
@@ -21,14 +21,14 @@ CASES = (
 
 
 def _values(rows: object) -> torch.Tensor:
-    """[R, H] float32 of rows as they land."""
+    """[R, H] float32 values of rows in the form in which they land."""
     if isinstance(rows, RowScaled):
         return rows.qdata.float() * rows.scale.unsqueeze(1)
     return rows.dequantize(torch.float32) if isinstance(rows, MXTensor) else rows.float()
 
 
 class _Linear:
-    """Experts y = w * (x @ a[expert] + b[expert]), a [e, H, H], b [e, H] or None, with a backward pass by hand."""
+    """Experts y = w * (x @ a[expert] + b[expert]), a [e, H, H], b [e, H] or None, with a hand-written backward."""
 
     def __init__(self, dtype: torch.dtype, kind: type) -> None:
         self.dtype, self.kind, self.kept = dtype, kind, 0
@@ -37,7 +37,7 @@ class _Linear:
         return enumerate(pairwise(desc.expert_offsets.tolist()))
 
     def forward(self, rows, row_weights, params, desc, keep):
-        """Only rows in use are read and written."""
+        """Read and write only rows in use."""
         assert not torch.is_grad_enabled() or not any(p.requires_grad for p in params if p is not None)
         assert isinstance(rows, self.kind) and desc.tiles is not None
         self.kept += keep
@@ -50,7 +50,7 @@ class _Linear:
         return (pre * row_weights.unsqueeze(1)).to(self.dtype), (rows, {"pre": pre}, [row_weights, "plain"])
 
     def backward(self, grad, saved, params, desc, needs):
-        """What is not needed is not given."""
+        """Return only needed gradients."""
         rows, named, (row_weights, text) = saved
         assert text == "plain" and isinstance(rows, self.kind) and isinstance(grad, self.kind)
         assert isinstance(needs, Needs)
@@ -73,7 +73,7 @@ class _Linear:
 
 
 def _by_ops(layer, x, idx, weights, params):
-    """The same experts between the single ops of autograd."""
+    """The same experts between the separate autograd ops."""
     rows, row_weights, desc = autograd.dispatch(layer, x, idx, weights)
     values = rows.dequantize(torch.float32) if isinstance(rows, MXTensor) else rows
     a, b = params
@@ -100,7 +100,7 @@ def _leaves(case: Case, layer, call: int, bias: bool):
 
 
 def _step(call, leaves, idx):
-    """The result of a call and its gradients, for a gradient that comes transposed."""
+    """The result of a call and its gradients, for a transposed output gradient."""
     x, weights, a, *b = leaves
     out = call(x, idx, weights, [a, *(b or [None])])
     wide = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape[1], out.shape[0]).to(out.dtype)
@@ -123,7 +123,7 @@ def _check_block(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
             for got, want in zip(grads, want_grads, strict=True):
                 assert got.dtype == want.dtype and torch.isfinite(got).all()
                 largest = float(want.abs().max()) if want.numel() else 0.0
-                # Sums over rows in another order.
+                # Sums over rows run in another order.
                 torch.testing.assert_close(got, want, rtol=4 * step, atol=4 * step * largest)
         kept = experts.kept
         with torch.no_grad():
@@ -139,7 +139,7 @@ def _check_block(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_gradients_are_those_of_the_single_ops(run_ranks, nodes, ranks_per_node, case):
-    """Of rows, weights and parameters, with rows as the experts asked for them in both passes."""
+    """Gradients of rows, weights and parameters, with rows in the form that the experts request in both passes."""
     run_ranks(_check_block, nodes, ranks_per_node, case)
 
 
@@ -158,7 +158,7 @@ def _check_uses(rank: int, nodes: int, ranks_per_node: int) -> None:
         outs = [block(x, idx, weights * factor, [a, b]) for factor in (1, 2)]  # two passes are open at once
         once, twice = (torch.autograd.grad(out.sum(), a)[0] for out in outs)
         assert torch.equal(once * 2, twice) and once.any()
-        # Of frozen inputs nothing is asked, and nothing is sent.
+        # Frozen inputs need no gradients, and nothing is sent.
         for frozen in (0, 1):
             leaves[frozen].requires_grad_(False)
             _, grads = _step(block, leaves, idx)
@@ -173,7 +173,7 @@ def _check_uses(rank: int, nodes: int, ranks_per_node: int) -> None:
                 with pytest.raises(InputError, match="changed in place between a forward pass and its backward pass"):
                     out.sum().backward()
                 continue
-            # This rank's own gradients lack what the other one's experts would have given.
+            # This rank's gradients lack the contribution of the other rank's experts.
             dx, dweights, da, _ = torch.autograd.grad(out.sum(), leaves)
             there = (idx >= case.experts) & (idx < 2 * case.experts)
             assert torch.equal(dx.isnan().any(1), there.any(1)) and torch.equal(dweights.isnan(), there)
@@ -186,7 +186,7 @@ def _check_uses(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_the_block_is_a_step_of_autograd_like_any_other(run_ranks):
-    """Checkpoints, several open passes, frozen inputs, and parameters that changed in between."""
+    """Activation checkpoints, several open passes, frozen inputs, and parameters changed in between."""
     run_ranks(_check_uses, 1, 2)
 
 
@@ -195,7 +195,7 @@ def _check_order(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     class Noting(_Linear):
         def backward(self, *args):
-            """Notes when the parameters' gradients are computed."""
+            """Record when the parameters' gradients are computed."""
             found = super().backward(*args)
             return ExpertGradients(found.rows, found.row_weights, lambda: done.append("parameters") or found.params())
 
@@ -217,7 +217,7 @@ def _check_order(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_gradients_of_rows_leave_before_those_of_parameters_are_made(run_ranks):
-    """The second combine is that of the backward pass; each pass is a turn of its own."""
+    """The second combine belongs to the backward pass; each pass takes its own turn."""
     run_ranks(_check_order, 1, 1)
 
 
@@ -232,7 +232,7 @@ def _check_error(rank: int, nodes: int, ranks_per_node: int) -> None:
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         idx, leaves = _leaves(case, layer, 0, True)
         heap, told = layer.context.heap, []
-        heap.abort = told.append  # that could not be taken back
+        heap.abort = told.append  # a real abort could not be undone
         try:
             with pytest.raises(ZeroDivisionError):
                 _step(MoEBlock(layer, _Broken(case.dtype, torch.Tensor)), leaves, idx)
@@ -245,7 +245,7 @@ def _check_error(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_an_error_of_experts_is_told_to_the_other_ranks(run_ranks, backend):
-    """They do not wait for their time limit, and the layer is of no use any more."""
+    """The other ranks do not wait for the timeout, and the layer is no longer usable."""
     if backend != "host":
         pytest.skip("GPUs are told by their time limit")
     run_ranks(_check_error, 1, 1)

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": 2, "max_tokens": TOKENS
 
 
 class _Model(torch.nn.Module):
-    """A dense layer, then experts, with routing given: fp32 parameters that the products cast."""
+    """A dense layer, then experts with a given routing; the products cast the fp32 parameters."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__()
@@ -44,21 +44,21 @@ class _Model(torch.nn.Module):
 
 
 def _batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, ids and weights of a rank's tokens; as many on every rank, so that means of means are means."""
+    """x, ids and weights of a rank's tokens; equally many on every rank, so that means of means are means."""
     g = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(TOKENS, HIDDEN, generator=g)
     return x, torch.rand(TOKENS, EXPERTS, generator=g).topk(2).indices, torch.rand(TOKENS, 2, generator=g)
 
 
 def _step(model: torch.nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    """Loss of the rank's tokens, a mean; after its backward pass."""
+    """Run a forward and backward pass; returns the mean loss of the rank's tokens."""
     loss = model(*(each.to(current_heap().device) for each in _batch(rank, step))).square().mean()
     loss.backward()
     return loss.detach()
 
 
 def _exact_gradients(model: _Model, world: int, group: Any) -> dict[str, torch.Tensor]:
-    """What one process gets in float64 for the mean loss of all ranks' tokens. Called before anything is sharded."""
+    """Gradients in one process, float64, for the mean loss of all ranks' tokens. Call it before sharding."""
     leaves = {}
     for name, parameter in model.named_parameters():
         own = parameter.detach().cpu()
@@ -99,7 +99,7 @@ def _ddp(rank: int, nodes: int, ranks_per_node: int) -> None:
     wrapped = DistributedDataParallel(model)
     _step(wrapped, rank)
     for parameter in model.moe.experts.parameters():
-        parameter.grad.div_(world)  # DDP has divided the others: the loss is a mean of means
+        parameter.grad.div_(world)  # as DDP has divided all others: the loss is a mean of means
     count = EXPERTS // world
     _check_gradients(wrapped, exact, rank * count, count)
 
@@ -114,15 +114,15 @@ def _ddp(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_gradients_beside_ddp_are_those_of_one_process(run_ranks):
-    """DDP averages what every rank has; experts are left to the exchange. Clipping counts all ranks' experts."""
+    """DDP averages shared parameters; the exchange sums expert gradients. Clipping counts all ranks' experts."""
     run_ranks(_ddp, 1, 2)
 
 
 def _sharded(model: _Model, mesh: DeviceMesh) -> _Model:
-    """Experts over the replicas of their group, the rest over all ranks; all gradients divided by all ranks."""
+    """Shard experts over the replicas of their group, the rest over all ranks; divide all gradients by all ranks."""
     fully_shard(model.moe.experts, mesh=mesh["replicas"])
     model.moe.experts.set_gradient_divide_factor(mesh.size())
-    model.moe.experts.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply on the way
+    model.moe.experts.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale during the reduction
     fully_shard(model, mesh=mesh["replicas", "experts"]._flatten("all"))
     return model
 
@@ -170,7 +170,7 @@ def _train(rank: int, nodes: int, ranks_per_node: int, steps: int) -> None:
 
 
 def test_kept_copies_of_weights_change_no_bit(run_ranks, backend):
-    """Steps of experts times FSDP2 in MXFP8, 20 on GPUs: quantised copies kept between passes, and made for each."""
+    """Steps with experts and FSDP2 in MXFP8, 20 on GPUs: copies kept between passes equal copies built per pass."""
     run_ranks(_train, 1, 4, 20 if backend == "nvshmem" else 3)
 
 
@@ -178,7 +178,7 @@ def test_kept_copies_of_weights_change_no_bit(run_ranks, backend):
 
 
 def _placed(model: _Model, mesh: DeviceMesh) -> _Model:
-    """As `_sharded`, by one call: the hooks are the model's."""
+    """As `_sharded`, by one call: the model itself has the hooks."""
     fully_shard(
         model,
         mesh=mesh["replicas", "experts"]._flatten("all"),
@@ -210,7 +210,7 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
         losses = []
         for step in range(3):
             losses.append(_step(model, rank, step))
-            optimizer.step()  # quantised copies of what is gathered next follow
+            optimizer.step()  # copies of the weights gathered next must follow
             optimizer.zero_grad()
         found.append((torch.stack(losses), *(each.to_local() for each in model.parameters())))
     assert all(map(torch.equal, *found))
@@ -220,7 +220,7 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.skipif(not HAS_MESHES, reason="torch before 2.12 has one mesh per call of fully_shard")
 def test_blocks_under_fsdp_compile_into_one_graph(run_ranks):
-    """Hooks of the block, none inside: gradients of one process, and the bits of uncompiled steps under other hooks."""
+    """Hooks only on the block: gradients of one process, bit-identical to uncompiled steps under other hooks."""
     run_ranks(_compiled, 1, 4)
 
 
@@ -240,12 +240,12 @@ def _hooks_inside(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_hooks_inside_of_a_graph_break_it_and_say_what_helps(run_ranks):
-    """Experts that are sharded by themselves: fullgraph=True is refused by name, without it the result is the same."""
+    """Experts sharded separately: fullgraph=True is refused with a reason; without it the result is the same."""
     run_ranks(_hooks_inside, 1, 2)
 
 
 def test_torch_without_meshes_per_parameter_is_named(monkeypatch):
-    """`expert_placement` says which torch has them, and what to do without."""
+    """`expert_placement` names the torch version that has them, and the alternative."""
     monkeypatch.delattr(_fsdp_common, "ShardPlacementResult", raising=False)
     mesh = SimpleNamespace(ndim=1)
     with pytest.raises(ConfigError, match=r"2\.12"):
@@ -270,5 +270,5 @@ def _autocast(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_autocast_changes_nothing(run_ranks):
-    """What a MoE module computes in is its payload's choice."""
+    """The payload alone decides the dtype in which a MoE module computes."""
     run_ranks(_autocast, 1, 2)

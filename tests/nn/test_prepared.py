@@ -1,4 +1,4 @@
-"""Prepared weights: when copies are made, what they hold, and that they stay where they are."""
+"""Prepared weights: when copies are built, their values, and their fixed addresses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _weight(n: int = 64, k: int = 32) -> torch.nn.Parameter:
 
 
 def _check(prepared: PreparedWeights, weight: torch.Tensor, use: str) -> RowScaled:
-    """The copy is that of the oracle, of the weight as it is now."""
+    """The copy equals the oracle's copy of the current weight."""
     got = prepared.get(weight, use)
     assert isinstance(got, RowScaled)
     values = weight.detach().cpu()
@@ -51,7 +51,7 @@ def _check(prepared: PreparedWeights, weight: torch.Tensor, use: str) -> RowScal
 
 
 def test_copies_are_made_when_weights_have_changed(made: list[str]) -> None:
-    """Once per version, both in one go when both are out of date, and always at the same address."""
+    """Copies are built once per version, both together if both are stale, and always at the same address."""
     weight, prepared = _weight(), PreparedWeights()
     first = {use: _check(prepared, weight, use) for use in ("fprop", "dgrad")}
     assert made == ["fprop", "dgrad"]
@@ -63,12 +63,12 @@ def test_copies_are_made_when_weights_have_changed(made: list[str]) -> None:
         assert _check(prepared, weight, use).qdata.data_ptr() == kept.qdata.data_ptr()
     assert made == ["fprop", "dgrad", "both"]
     other = _weight()
-    _check(prepared, other, "fprop")  # memory elsewhere
+    _check(prepared, other, "fprop")  # another address
     assert len(made) == 4
 
 
 def test_what_version_counters_do_not_show(made: list[str]) -> None:
-    """A write to `.data` is seen after a step of any optimizer, or when told."""
+    """A write to `.data` is seen after a step of any optimizer, or after `invalidate`."""
     weight, prepared = _weight(), PreparedWeights()
     optimizer = torch.optim.SGD([weight], lr=0.0)
     for tell in (optimizer.step, prepared.invalidate):
@@ -86,7 +86,7 @@ def test_what_version_counters_do_not_show(made: list[str]) -> None:
 
 @pytest.mark.parametrize(("kind", "calls"), [("fprop", ["fprop", "dgrad", "dgrad"]), ("none", ["fprop", "dgrad"] * 2)])
 def test_fewer_copies(made: list[str], kind: str, calls: list[str]) -> None:
-    """What is not kept is made at every use."""
+    """Copies that are not kept are built at every use."""
     weight, prepared = _weight(), PreparedWeights(kind)
     for _ in range(2):
         for use in ("fprop", "dgrad"):
@@ -95,7 +95,7 @@ def test_fewer_copies(made: list[str], kind: str, calls: list[str]) -> None:
 
 
 def test_weights_of_one_shape_have_names(made: list[str]) -> None:
-    """Two weights of one shape take turns without a name, and stay with one."""
+    """Without names, two weights of one shape replace each other's copy; with names both copies stay."""
     one, two, prepared = _weight(), _weight(), PreparedWeights()
     for _ in range(2):
         prepared.get(one, "fprop", name="w13")
@@ -106,7 +106,7 @@ def test_weights_of_one_shape_have_names(made: list[str]) -> None:
 
 @pytest.mark.parametrize("use", ["fprop", "dgrad"])
 def test_exact_values(use: str) -> None:
-    """bf16 values of MXFP8 along the sum of the product, in the weight's own order and at one address."""
+    """bf16 values of MXFP8 along the sum of the product, in the weight's layout and at a fixed address."""
     weight, prepared = _weight(), PreparedWeights(precision="exact")
     found = []
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_exact_values(use: str) -> None:
 
 
 def test_capture_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured graphs read copies that are up to date; others are refused, because a replay would not make them."""
+    """Captured graphs read up-to-date copies; stale ones are refused, because a replay would not rebuild them."""
     weight, prepared = _weight(), PreparedWeights()
     kept = prepared.get(weight, "fprop")
     monkeypatch.setattr(module, "_is_capturing", lambda _: True)
@@ -141,7 +141,7 @@ def test_capture_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_of_modules_keep_nothing() -> None:
-    """Copied and pickled: the same choices; and what is gone is called by no optimizer."""
+    """Copied or pickled objects keep only the options; optimizers do not call deleted objects."""
     prepared = PreparedWeights("fprop", "fast")
     weight = _weight()
     prepared.get(weight, "fprop")
@@ -158,7 +158,7 @@ def test_copies_of_modules_keep_nothing() -> None:
 
 
 def test_errors() -> None:
-    """Words that mean nothing."""
+    """Unknown options are refused."""
     with pytest.raises(ConfigError, match="'all'"):
         PreparedWeights("all")
     with pytest.raises(ConfigError, match="'exactly'"):

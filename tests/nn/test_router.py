@@ -1,4 +1,4 @@
-"""The router chooses as DeepSeek-V3 does, with its groups and its bias, and as plainer models do."""
+"""The router chooses as DeepSeek-V3 does, with groups and bias, and as simpler models do."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def _tokens(num: int = 40) -> torch.Tensor:
     ids=lambda options: "-".join(options) or "softmax",
 )
 def test_router_chooses_and_weighs_as_the_rule_says(options):
-    """Same experts in the same order, weights up to float32, gradients as those of the same formula."""
+    """The same experts in the same order, weights up to float32 rounding, gradients of the same formula."""
     router = _router(**options)
     if router.bias is not None:
         router.bias.data.uniform_(-1, 1)
@@ -61,8 +61,8 @@ def test_router_chooses_and_weighs_as_the_rule_says(options):
 
 
 def test_noaux_tc_by_hand():
-    """Group 0 has the best expert, group 1 the two best together: with a bias the sum of two decides, and the bias
-    decides who is chosen but not what it weighs."""
+    """Group 0 has the best expert, group 1 the best sum of two. With a bias the sum of two decides; the bias affects
+    the choice but not the weights."""
     router = TopKRouter(4, 4, 1, score="sigmoid", num_groups=2, correction_bias=True, scale=2.5)
     router.weight.data.copy_(torch.eye(4))
     x = torch.logit(torch.tensor([[0.9, 0.1, 0.6, 0.5]]))
@@ -77,7 +77,7 @@ def test_noaux_tc_by_hand():
 
 
 def test_bias_below_all_scores_chooses_inside_of_the_groups():
-    """Where score plus bias is negative, experts of the groups left out (a zero there would win) stay left out."""
+    """With negative score plus bias, experts of excluded groups stay excluded (a zero there would win)."""
     router = _router(score="sigmoid", num_groups=4, topk_groups=1, correction_bias=True)
     router.expert_bias.fill_(-5.0)
     ids, _ = router(_tokens())
@@ -85,7 +85,7 @@ def test_bias_below_all_scores_chooses_inside_of_the_groups():
 
 
 def test_shapes_and_no_tokens():
-    """Leading dimensions stay; no tokens give no rows, and a loss of zero."""
+    """Leading dimensions stay; zero tokens give zero rows and a loss of zero."""
     router = _router(aux_loss=True)
     ids, weights, _ = router(_tokens().view(5, 8, HIDDEN))
     assert ids.shape == weights.shape == (5, 8, TOPK)
@@ -96,7 +96,7 @@ def test_shapes_and_no_tokens():
 
 
 def test_balancing_loss():
-    """The formula, its gradient, and one if all experts get the same."""
+    """The formula, its gradient, and the value one if all experts get the same load."""
     router = _router(aux_loss=True, score="sigmoid")
     x = _tokens()
     ids, _, loss = router(x)
@@ -113,7 +113,7 @@ def test_balancing_loss():
 
 
 def test_bias_moves_towards_even_loads():
-    """In training copies are counted, an update moves the bias by the rate and begins to count anew; many even out."""
+    """Training counts assignments; an update moves the bias by the rate and resets the counts; many updates balance."""
     router = _router(score="sigmoid", correction_bias=True)
     router.expert_bias.zero_()
     x = _tokens(400) + 0.5
@@ -146,6 +146,6 @@ def test_bias_moves_towards_even_loads():
     ],
 )
 def test_sizes_that_do_not_go_together(options, words):
-    """Refused by name."""
+    """Unfit sizes are refused by name."""
     with pytest.raises(ConfigError, match=words):
         TopKRouter(HIDDEN, EXPERTS, TOPK, **options)

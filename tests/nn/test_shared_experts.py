@@ -1,4 +1,4 @@
-"""Shared experts beside the exchange: they add what they give, in results and gradients."""
+"""Shared experts overlap the exchange and add their outputs, in results and gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
     parts = alone(leaves[1]), shared(leaves[2])
     torch.autograd.backward(parts, (grad, grad))
     assert torch.equal(y, parts[0] + parts[1])
-    # Autograd adds three gradients of x, with the router's, in an order of its own.
+    # Autograd adds three gradients of x, the router's included, in its own order.
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad + leaves[2].grad, rtol=2**-6, atol=2**-6)
     assert all(map(torch.equal, by_shared, [parameter.grad for parameter in shared.parameters()]))
     assert torch.equal(both.experts.w13.grad, alone.experts.w13.grad)
@@ -54,10 +54,10 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
     narrow = MoE(HIDDEN, FFN, **SIZES, shared=_Mlp(32) if rank == 0 else _Mlp())
     with pytest.raises(InputError if rank == 0 else PeerFailed, match=r"must return \[2, 3, 64\]|rank 0 rejected"):
         narrow(x)
-    both(x)  # all ranks are still together
+    both(x)  # all ranks are still in step
     finalize_exchanges()
 
 
 def test_shared_experts_add_what_they_give(run_ranks):
-    """As the module without them and a dense layer; a result of another shape is refused, on all ranks."""
+    """Equals the module without them plus a dense layer; a result of another shape is refused on all ranks."""
     run_ranks(_check, 1, 2)

@@ -1,4 +1,4 @@
-"""Shapes of known models, scaled down to sizes that are no multiples of a tile: training and decoding."""
+"""Shapes of known models, scaled down to sizes that are not multiples of a tile: training and decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_DB = {None: 38.0, "mxfp8": 19.0}
 
 
 class Sizes(NamedTuple):
-    """Of a model, and what its experts have."""
+    """Sizes of a model, and options of its experts."""
 
     hidden: int
     ffn: int
@@ -90,5 +90,5 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_sizes_off_the_tiles(run_ranks):
-    """Results and all gradients of Qwen3, Mixtral and gpt-oss, and what their decoders give."""
+    """Results and all gradients of Qwen3, Mixtral and gpt-oss, and results of decoding."""
     run_ranks(_check, 1, 2)

@@ -1,4 +1,4 @@
-"""Parameters of the experts: what they begin with, and which checkpoints they take."""
+"""Parameters of the experts: initial values and accepted checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _experts(first: int = 0, number: int = 2, **options: Any) -> SwiGLUExperts:
 
 
 def test_what_experts_begin_with_depends_on_their_number_alone():
-    """Ranks seeded alike have other experts, and together the same, on however many ranks; of the stated variance."""
+    """Ranks seeded alike have different experts, the same set for any number of ranks, of the stated variance."""
     whole, halves = _experts(0, 4, bias=True), [_experts(first, bias=True) for first in (0, 2)]
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, torch.cat([getattr(half, name) for half in halves])), name
@@ -42,7 +42,7 @@ def test_what_experts_begin_with_depends_on_their_number_alone():
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_state_dicts_of_either_form_and_of_all_experts(separate):
-    """w13 or w1 and w3, of this rank's experts or of all: the same module; and back."""
+    """w13 or w1 and w3, of this rank's experts or of all, load into the same module; and back."""
     torch.manual_seed(0)
     of_all = {
         "w1": torch.randn(4, FFN, HIDDEN).bfloat16(),
@@ -58,7 +58,7 @@ def test_state_dicts_of_either_form_and_of_all_experts(separate):
         module = _experts(2, bias=True, separate=separate)
         given = dict(state)
         module.load_state_dict(given)
-        assert given.keys() == state.keys(), "the caller's is not changed"
+        assert given.keys() == state.keys(), "the caller's dict is unchanged"
         assert torch.equal(module.gate_up_weight(), joined["w13"][2:])
         assert torch.equal(module.gate_up_bias(), joined["b13"][2:])
         assert torch.equal(module.w2, of_all["w2"][2:]) and torch.equal(module.b2, of_all["b2"][2:])
@@ -70,7 +70,7 @@ def test_state_dicts_of_either_form_and_of_all_experts(separate):
 
 
 def test_a_state_dict_of_experts_without_gates():
-    """w1 alone is w13 then."""
+    """Without gates, w1 alone becomes w13."""
     module = _experts(gated=False)
     w1 = torch.randn(2, FFN, HIDDEN).bfloat16()
     module.load_state_dict({"w1": w1, "w2": module.w2.detach()})
@@ -78,7 +78,7 @@ def test_a_state_dict_of_experts_without_gates():
 
 
 def test_joined_halves_are_made_again_after_a_step_of_any_optimizer() -> None:
-    """A write to `.data` leaves address and counter, as FSDP's gathering does; the memory is kept."""
+    """A write to `.data` changes neither address nor counter, like FSDP's gather; the joined memory is kept."""
     first, second = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
     joined = Joined()
     before = joined.values(first, second)
@@ -92,7 +92,7 @@ def test_joined_halves_are_made_again_after_a_step_of_any_optimizer() -> None:
 
 
 def test_the_joined_copy_follows_its_halves():
-    """Made once, at one address; again when a half changes, or when it is told; halves of the gradient go back."""
+    """Joined once, at one address; again after a half changes or `invalidate`; the gradient is split into halves."""
     first, second = (torch.randn(2, 3, 4).requires_grad_() for _ in range(2))
     kept = Joined()
     both = kept(first, second)
@@ -108,7 +108,7 @@ def test_the_joined_copy_follows_its_halves():
     again = kept(first, second)
     assert torch.equal(again, torch.cat([first, second], 1)) and again.data_ptr() == address
     assert again._version > version
-    first.data.view(-1).numpy()[:] = 5  # nobody counts this
+    first.data.view(-1).numpy()[:] = 5  # no version counter moves
     assert not torch.equal(kept(first, second), torch.cat([first, second], 1))
     kept.invalidate()
     assert torch.equal(kept(first, second), torch.cat([first, second], 1))
@@ -117,7 +117,7 @@ def test_the_joined_copy_follows_its_halves():
 
 
 def test_options_that_do_not_go_together():
-    """Refused by name."""
+    """Unfit options are refused by name."""
     for options, words in (
         ({"payload": "mxfp4"}, "payload is 'mxfp4'"),
         ({"precision": "exact"}, "payload=None sends bf16"),

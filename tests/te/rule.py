@@ -1,4 +1,4 @@
-"""TransformerEngine's MXFP8 rule again, in float64 and by hand; nothing of it comes from triton_ep.
+"""TransformerEngine's MXFP8 rule, written independently of triton_ep in float64.
 
 t = amax * fl32(1 / largest); the scale byte is the exponent of t, rounded up; 0 for t = 0, 255 for NaN, 254 for
 infinity. Elements are x * 2^(127 - byte), rounded to nearest even and saturated.
@@ -34,7 +34,7 @@ def scale_byte(amax: float, elem_dtype: torch.dtype) -> int:
 
 
 def element(value: float, elem_dtype: torch.dtype) -> float:
-    """The value of the format next to `value`, ties to even; the largest one beyond the range."""
+    """The value of the format nearest to `value`, ties to even, saturating."""
     largest = LARGEST[elem_dtype]
     if math.isinf(value) or value == 0:
         return math.copysign(largest, value) if value else value
@@ -81,7 +81,7 @@ def along_columns(x: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def swizzled_index(i: int, j: int, columns: int) -> int:
-    """Where byte (i, j) of padded scales with that many columns stands in the GEMM order."""
+    """Index in the GEMM order of byte (i, j) of padded scales with that many columns."""
     return ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 

@@ -1,4 +1,4 @@
-"""The cast to MXFP8 and back: scales, elements and layouts, bit for bit against the written rule."""
+"""The cast to MXFP8 and back: scales, elements and layouts, bit for bit against tests/te/rule.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _quantised(x: torch.Tensor, elem_dtype: torch.dtype = E4M3, **choices: bool)
 
 
 def _ordinary(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Values whose blocks have scales of their own, in both directions."""
+    """Values whose blocks have different scales, in both directions."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-6, 7, (rows // 32, columns // 32), generator=generator)
     tiles = (2.0 ** exponents.float()).repeat_interleave(32, 0).repeat_interleave(32, 1)
@@ -46,7 +46,7 @@ def test_scale_of_every_bf16_amax(elem_dtype: torch.dtype, columnwise: bool) -> 
     expected = [rule.scale_byte(float(value), elem_dtype) for value in amax]
     assert scale.flatten().tolist() == expected
 
-    # The element of the largest value itself, for which no neighbour matters.
+    # The element of the largest value, which does not depend on its neighbours.
     bytes_of_largest = data[torch.arange(2**15), torch.arange(2**15) % 32]
     for index in range(0, 2**15, 7):
         value, byte = float(amax[index] * signs[index]), expected[index]
@@ -58,7 +58,7 @@ def test_scale_of_every_bf16_amax(elem_dtype: torch.dtype, columnwise: bool) -> 
 @pytest.mark.parametrize("elem_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cast_mxfp8(dtype: torch.dtype, elem_dtype: torch.dtype) -> None:
-    """Elements and scales of both directions equal the rule's, among them blocks of zeros, subnormals, Inf and NaN."""
+    """Elements and scales of both directions equal the rule's, also in blocks of zeros, subnormals, Inf and NaN."""
     x = _ordinary(64, 96).to(dtype)
     x[0, :32] = 0.0
     x[1, :32] = -0.0
@@ -81,7 +81,7 @@ def test_cast_mxfp8(dtype: torch.dtype, elem_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(32, 32), (128, 128), (64, 160), (2, 96, 64), (256, 288)])
 def test_layouts_of_scales(shape: tuple[int, ...]) -> None:
-    """Compact scales are padded with zeros to 128 x 4 and 4 x 128; swizzled bytes stand where the formula says."""
+    """Compact scales are padded with zeros to 128 x 4 and 4 x 128; swizzled bytes are where the formula puts them."""
     rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
     x = _ordinary(rows, columns).view(shape)
     compact = _quantised(x)
@@ -111,7 +111,7 @@ def test_layouts_of_scales(shape: tuple[int, ...]) -> None:
 
 
 def test_requantisation_keeps_values() -> None:
-    """Quantised again along rows, dequantised values are the same, although bytes need not be; columns come close."""
+    """Quantising again along rows keeps the values, although bytes may change; along columns they stay close."""
     x = _ordinary(128, 256, seed=3)
     once = _quantised(x).dequantize()
     again = _quantised(once)
@@ -121,7 +121,7 @@ def test_requantisation_keeps_values() -> None:
 
 
 def test_one_scale_per_tile() -> None:
-    """with_2d_quantization: both directions have the same elements, by the largest value of 32 x 32."""
+    """with_2d_quantization: both directions have the same elements, scaled by the largest of 32 x 32 values."""
     x = _ordinary(64, 96)
     x[40, 70] = torch.inf
     quantised = _quantised(x, with_2d_quantization=True)
@@ -134,7 +134,7 @@ def test_one_scale_per_tile() -> None:
 
 
 def test_extreme_scale_bytes_dequantise() -> None:
-    """Byte 0 is 2^-127, byte 255 NaN, 254 the largest power, whatever the elements."""
+    """Byte 0 is 2^-127, byte 255 NaN, 254 the largest power, for any elements."""
     data = torch.full((32, 32), 0x38, dtype=torch.uint8)  # 1.0
     for byte, want in ((0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (254, 2.0**127), (255, float("nan"))):
         scale = torch.zeros(128, 4, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def test_extreme_scale_bytes_dequantise() -> None:
 
 
 def test_update_usage_only_drops() -> None:
-    """A direction can be dropped, and not asked for once it is gone; the last one stays."""
+    """A direction can be dropped but not requested again; the last one stays."""
     tensor = _quantised(_ordinary(32, 64))
     values = _quantised(_ordinary(32, 64), rowwise=False).dequantize()
     tensor.update_usage()
@@ -160,7 +160,7 @@ def test_update_usage_only_drops() -> None:
 
 
 def test_bridge_to_mxtensor_shares_memory() -> None:
-    """Elements and compact scales are the same bytes on both sides, both directions, and back."""
+    """Elements and compact scales share bytes with the MXTensor, in both directions, and back."""
     tensor = _quantised(_ordinary(128, 256))
     for columnwise in (False, True):
         name = "columnwise" if columnwise else "rowwise"
@@ -180,7 +180,7 @@ def test_bridge_to_mxtensor_shares_memory() -> None:
 
 
 def test_quantiser_interface() -> None:
-    """out, make_empty, update with a flag, internal, usages, gradients straight through, and what is refused."""
+    """out, make_empty, update with a flag, internal, usages, straight-through gradients, and refusals."""
     quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
     x = _ordinary(64, 64).to(DEVICE)
     out = quantizer.make_empty((64, 64), dtype=torch.bfloat16, device=DEVICE)
@@ -213,7 +213,7 @@ def test_quantiser_interface() -> None:
 
 
 def test_operations_act_on_values() -> None:
-    """Out of place on the dequantised values; in place the result is quantised again; copies and moves keep bytes."""
+    """Operations use dequantised values; in-place results are quantised again; copies and moves keep bytes."""
     tensor = _quantised(_ordinary(64, 64))
     values = tensor.dequantize()
     assert torch.equal(tensor + 1, values + 1) and type(tensor + 1) is torch.Tensor

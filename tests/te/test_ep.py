@@ -72,7 +72,7 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
             assert torch.equal(per_expert.cpu(), want.expert_offsets.long().diff())
             assert torch.equal(prepared[index], per_expert)
             assert buffers[index].total_recv_tokens.tolist() == [int(want.expert_offsets[-1])]
-            # Every copy comes back times 2^index: TOPK copies, summed.
+            # Every assignment comes back times 2^index: TOPK terms, summed.
             assert torch.equal(out.cpu(), (sent[rank].double() * TOPK * 2.0**index).bfloat16())
         for index, (x, weights, _, row_weights, _, out) in enumerate(done):
             grad = works[index][rank].x.to(x.device) * 2
@@ -90,7 +90,7 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 @pytest.mark.parametrize("quantised", [(False, False), (True, True), (True, False), (False, True)], ids=str)
 def test_two_buffers_in_flight(run_ranks, nodes, ranks_per_node, quantised):
-    """Rows, weights, counts, sums, gradients; either direction in MXFP8 or not; a rank without tokens."""
+    """Rows, weights, counts, sums, gradients; each direction in MXFP8 or bf16; a rank without tokens."""
     run_ranks(_check_round_trip, nodes, ranks_per_node, quantised)
 
 
@@ -108,7 +108,7 @@ def _check_static(rank: int, nodes: int, ranks_per_node: int) -> None:
         if drop or rank:
             rows, _, _ = te.ep_dispatch(buffer, *arguments)
             assert rows.shape == (10, HIDDEN)
-            assert buffer.total_recv_tokens.tolist() == [0 if rank else 8 * world_size]  # before anything was dropped
+            assert buffer.total_recv_tokens.tolist() == [0 if rank else 8 * world_size]  # counts dropped rows too
         else:
             with pytest.raises(CapacityError, match="6 rows more came than the 10"):
                 te.ep_dispatch(buffer, *arguments)
@@ -122,7 +122,7 @@ def _check_static(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_static_capacity(run_ranks, nodes, ranks_per_node):
-    """Rows beyond the capacity are counted, and left out or an error; the result has max_tokens_per_rank rows."""
+    """Rows beyond the capacity are counted, and dropped or an error; the result has max_tokens_per_rank rows."""
     run_ranks(_check_static, nodes, ranks_per_node)
 
 
@@ -146,7 +146,7 @@ def _check_callers_tensors(rank: int, nodes: int, ranks_per_node: int) -> None:
             y.retain_grad()
             out = te.ep_combine(buffer, y, num_local_tokens=8, grad_out=grad_out)
             out.backward(work.x.to(device))
-            used = int(buffer.total_recv_tokens)  # rows behind them are as they were
+            used = int(buffer.total_recv_tokens)  # later rows are unchanged
             of_rows = [each.detach()[:used].clone() for each in (rows, row_weights, y.grad)]
             found.append([*of_rows, out.detach(), x.grad, weights.grad])
         assert all(map(torch.equal, *found))
@@ -158,7 +158,7 @@ def _check_callers_tensors(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_tensors_of_the_caller_and_leading_dimensions(run_ranks, nodes, ranks_per_node):
-    """Outputs and the gradient of combine are put where the caller says, with the bits as without; [A, B, H] in."""
+    """Outputs and combine's gradient land in the caller's tensors, bit-identical; inputs may be [A, B, H]."""
     run_ranks(_check_callers_tensors, nodes, ranks_per_node)
 
 
@@ -217,7 +217,7 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_what_is_refused(run_ranks, nodes, ranks_per_node):
-    """Before anything is sent, in TransformerEngine's words where it has some."""
+    """Refused before anything is sent, with TransformerEngine's message where it has one."""
     run_ranks(_check_refused, nodes, ranks_per_node)
 
 
@@ -231,7 +231,7 @@ def _check_symmetric(rank: int, nodes: int, ranks_per_node: int) -> None:
     first.fill_(1.0 + rank)
     other.fill_(-1.0)
     dist.barrier(group)
-    if heap.device.type == "cpu":  # what the others wrote, at the addresses that this rank has for them
+    if heap.device.type == "cpu":  # reads what the others wrote, through this rank's addresses of their memory
         made = symmetric._Pool.tensors[0].tensor
         for peer, address in enumerate(made.addrs.tolist()):
             words = torch.frombuffer((ctypes.c_int16 * (3 * HIDDEN)).from_address(address), dtype=torch.bfloat16)
@@ -260,5 +260,5 @@ def _check_symmetric(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_tensors_in_the_symmetric_heap(run_ranks, nodes, ranks_per_node):
-    """They lie where other ranks find them, serve as outputs and inputs, and are given back."""
+    """Other ranks can address them; they serve as outputs and inputs, and can be released."""
     run_ranks(_check_symmetric, nodes, ranks_per_node)

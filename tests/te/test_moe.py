@@ -1,4 +1,4 @@
-"""The MoE block under autocast, on ranks: numbers, bits that repeat, and replays of a CUDA graph."""
+"""The MoE block under autocast, on ranks: numerics, bit-exact repetition, and replays of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emu
 
 @dataclass(frozen=True)
 class _Case:
-    """Sizes; `tokens` is per rank, repeated round the ranks."""
+    """Sizes; `tokens` is per rank, repeated cyclically over the ranks."""
 
     tokens: tuple[int, ...] = (11, 6, 0, 9)
     hidden: int = 64
@@ -48,9 +48,9 @@ def _randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _block(case: _Case, rank: int, nodes: int, ranks_per_node: int) -> te.EPMoE:
-    """The block of a rank; experts of all ranks differ, whichever rank has them."""
+    """The block of a rank; every expert is different and does not depend on the rank that owns it."""
     world_size = nodes * ranks_per_node
-    # Any rank may get all copies of all tokens.
+    # Any rank may receive all assignments of all tokens.
     worst = sum(case.tokens[r % len(case.tokens)] for r in range(world_size)) * case.topk
     layer = EPAll2AllLayer(
         dist.group.WORLD,
@@ -93,7 +93,7 @@ def _step(block: te.EPMoE, x: torch.Tensor, dy: torch.Tensor, recipe: te.Recipe 
 
 
 def _dense(case: _Case, world_size: int, block: te.EPMoE) -> tuple[list[torch.Tensor], ...]:
-    """y and the gradient of x of every rank, then those of the router (by rank) and of every expert; float64."""
+    """y and the gradient of x of every rank, then gradients of the router (by rank) and of every expert; float64."""
     router = [block.router.detach().double().cpu().requires_grad_() for _ in range(world_size)]
     experts = [
         tuple(_expert(case, e, which).double().cpu().requires_grad_() for which in (0, 1))
@@ -102,7 +102,7 @@ def _dense(case: _Case, world_size: int, block: te.EPMoE) -> tuple[list[torch.Te
     xs, ys = [], []
     for rank in range(world_size):
         x, dy = _inputs(case, rank)
-        _, chosen = block.route(x.detach())  # the choice is by the block's own arithmetic: a flip would be no rounding
+        _, chosen = block.route(x.detach())  # the block's own choice: a flip is no rounding error
         x = x.detach().double().cpu().requires_grad_()
         scores = (x @ router[rank].t()).softmax(-1).gather(1, chosen.long().cpu())
         weights = scores / scores.sum(-1, keepdim=True)
@@ -123,16 +123,16 @@ def _check_numbers(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
     y, dx, drouter, *dw = _step(block, x, dy)
     ys, xs, routers, experts = _dense(case, nodes * ranks_per_node, block)
     if x.shape[0]:
-        # 31.5 dB per rounding to e4m3, six of them behind y, one or two more behind gradients.
+        # 31.5 dB per rounding to e4m3: six roundings in y, one or two more in gradients.
         found = [rule.snr(a, b) for a, b in ((ys[rank], y), (xs[rank], dx), (routers[rank], drouter))]
-        # The router's gradient is one number per token and copy: few to average over.
+        # The router's gradient has one number per assignment: few to average over.
         assert all(db >= least for db, least in zip(found, (20, 19, 15), strict=True)), found
     first = 2 * rank * case.experts
     mine = experts[first : first + 2 * case.experts]
     seen = [dw[which * case.experts + e] for e in range(case.experts) for which in (0, 1)]
     for exact, got in zip(mine, seen, strict=True):
         assert bool(got.any()) == bool(exact.any()) and (not exact.any() or rule.snr(exact, got) >= 18)
-    # High precision outside of a region: closer by far, and not the same bits.
+    # Outside a region in high precision: far closer, and not the same bits.
     exact_y = block(x.detach()).detach()
     if case.payload is None and x.shape[0]:
         assert rule.snr(ys[rank], exact_y) > 40 and not torch.equal(exact_y, y)
@@ -142,7 +142,7 @@ def _check_numbers(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2), (1, 8)])
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_moe_block_against_a_dense_computation(run_ranks, backend, nodes, ranks_per_node, payload):
-    """Forward and backward of router, experts and input, with unequal and no tokens on ranks."""
+    """Forward and backward of router, experts and input, with unequal token counts and ranks without tokens."""
     if backend == "host" and (nodes, ranks_per_node, payload) != (1, 4, "mxfp8"):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
     case = _Case(payload=payload)
@@ -152,7 +152,7 @@ def test_moe_block_against_a_dense_computation(run_ranks, backend, nodes, ranks_
 
 
 def _by_linears(block: te.EPMoE) -> te.EPMoE:
-    """The block with two grouped linear layers, as recipes have it that the expert block does not run."""
+    """The block with two grouped linear layers, as for recipes that the expert block does not run."""
     block._code_of_block = lambda rows: None  # type: ignore[method-assign]
     return block
 
@@ -188,8 +188,8 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> No
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_the_block_is_the_core(run_ranks, backend, nodes, ranks_per_node):
-    """Result and gradient of the input have the bits that dispatch, experts and combine give: the expert block's, and
-    for other recipes those of grouped products."""
+    """Result and gradient of the input are bit-identical to dispatch, experts and combine: with the expert block, and
+    for other recipes with grouped products."""
     if backend == "host" and ranks_per_node != 4:
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
     case = _Case() if backend == "host" else replace(_Case(), **ON_GPUS)
@@ -223,11 +223,11 @@ def _capture(step: _Captured) -> Callable[[], None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            step()  # compiles what is missing, which must not happen under capture
+            step()  # compiles missing kernels, which must not happen during capture
     gc.collect()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads (the watchdog of a process group) may call CUDA meanwhile.
+    # Other threads (the watchdog of a process group) may call CUDA during the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph.replay
@@ -257,7 +257,7 @@ def _check_repeats(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
         with torch.no_grad():
             block.fc1.weight0.mul_(0.5)
         step.load(0)
-        replay()  # quantises the weights as they are now
+        replay()  # quantises the current weights
         seen = step.copies()
         step()
         assert all(map(torch.equal, seen, step.copies())) and not torch.equal(seen[0], eager[0][0])
@@ -269,7 +269,7 @@ def _check_repeats(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
 @pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 @pytest.mark.parametrize("fp8_format", [te.Format.HYBRID, te.Format.E4M3], ids=["hybrid", "e4m3"])
 def test_moe_block_repeats_bit_for_bit(run_ranks, backend, nodes, ranks_per_node, static, fp8_format):
-    """Five times the same bits, forward and backward; static: replays of a CUDA graph give those of eager steps."""
+    """The same bits five times, forward and backward; static mode: graph replays are bit-identical to eager steps."""
     if backend == "host" and (static or ranks_per_node != 4):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
     case = _Case(static=static, experts=1, tokens=(5, 3, 0, 4), fp8_format=fp8_format)
@@ -280,7 +280,7 @@ def test_moe_block_repeats_bit_for_bit(run_ranks, backend, nodes, ranks_per_node
 
 def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> None:
     torch._dynamo.reset()
-    block = _by_linears(_block(case, rank, nodes, ranks_per_node))  # what a graph has
+    block = _by_linears(_block(case, rank, nodes, ranks_per_node))  # as in a compiled graph
     on_cpu = current_heap().device.type == "cpu"
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager" if on_cpu else "inductor")
     x, dy = _inputs(case, rank)
@@ -302,7 +302,7 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 4)])
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_moe_block_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_node, payload):
-    """fullgraph=True; the same graph serves inside and outside of autocast."""
+    """fullgraph=True; the same graph serves inside and outside autocast."""
     if backend == "host" and (ranks_per_node != 1 or payload is None):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all, as tracing takes seconds")
     case = _Case(payload=payload, static=True, tokens=(11, 6, 7, 9))
@@ -335,15 +335,15 @@ def _check_experts(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
             del block._code_of_block
             for mine, plain in zip(*found, strict=True):
                 assert mine.shape == plain.shape and bool(mine.any()) == bool(plain.any())
-                # Without quantising both round to bf16 at the same places; the activation's input only in one of them.
-                # In MXFP8 gradients of weights have other blocks, so one rounding each of two operands is another one.
+                # Without quantising, both round to bf16 at the same places, except the activation's input.
+                # In MXFP8, gradients of weights use other blocks, so one rounding of each operand differs.
                 assert not plain.any() or rule.snr(plain.double().cpu(), mine) > (22 if enabled else 40)
     layer.finalize()
 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_experts_are_one_block(run_ranks, payload):
-    """The same parameters and biases, and the numbers of two grouped linear layers with the activation between them."""
+    """Equals two grouped linear layers with the activation between them, for the same parameters and biases."""
     run_ranks(_check_experts, 1, 2, _Case(tokens=(16, 9), payload=payload))
 
 
@@ -383,7 +383,7 @@ def _check_checkpoint(rank: int, nodes: int, ranks_per_node: int, case: _Case) -
     for call in (block, partial(te.checkpoint, block), partial(checkpoint, block, use_reentrant=False)):
         with te.autocast():
             y = call(x)
-        # Recomputed outside of the region.
+        # Recomputed outside the region.
         found.append([y.detach(), *torch.autograd.grad(y, (x, *block.parameters()), dy)])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -392,7 +392,7 @@ def _check_checkpoint(rank: int, nodes: int, ranks_per_node: int, case: _Case) -
 
 
 def test_recomputation_takes_the_recipe_of_its_forward_pass(run_ranks):
-    """Bits as without a checkpoint, TransformerEngine's or torch's."""
+    """Bit-identical with and without a checkpoint, TransformerEngine's or torch's."""
     run_ranks(_check_checkpoint, 1, 2, _Case(tokens=(8, 5)))
 
 
@@ -421,7 +421,7 @@ def _check_copies(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> No
     assert torch.equal(*found)
     assert all(not torch.equal(found[0][i], found[0][i + 1]) for i in range(3))
 
-    # FSDP over one rank each gathers into the same memory behind its counters.
+    # FSDP over one rank gathers into the same memory without moving version counters.
     mesh = init_device_mesh(current_heap().device.type, (nodes * ranks_per_node, 1), mesh_dim_names=("experts", "same"))
     loaded = []
     for prepared in ("both", "none"):
@@ -439,5 +439,5 @@ def _check_copies(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> No
 
 
 def test_kept_copies_of_weights_follow_the_weights(run_ranks):
-    """Steps of an optimizer, one weight changed by hand, weights loaded under FSDP: as copies made in every pass."""
+    """After optimizer steps, a manual change and a load under FSDP, kept copies equal copies built in every pass."""
     run_ranks(_check_copies, 1, 2, _Case(tokens=(16, 16)))

@@ -1,4 +1,4 @@
-"""Linear and GroupedLinear: results and gradients against float64 products of the operands as they are quantised."""
+"""Linear and GroupedLinear: results and gradients against float64 products of the quantised operands."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_linear_numerics(tokens: int, fp8_format: te.Format, dtype: torch.dtype)
     dy = _randn(tokens, n, seed=4, dtype=dtype)
     with te.autocast(recipe=te.MXFP8BlockScaling(fp8_format=fp8_format)):
         y = layer(x)
-    y.backward(dy)  # outside: the recipe of the forward pass counts
+    y.backward(dy)  # outside the region: the recipe of the forward pass applies
     grad_dtype = E5M2 if fp8_format == te.Format.HYBRID else E4M3
     w, bias = layer.weight.detach(), layer.bias.detach().cpu().double()
     assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
@@ -72,7 +72,7 @@ def test_linear_numerics(tokens: int, fp8_format: te.Format, dtype: torch.dtype)
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_backward_override(override: str) -> None:
-    """Gradients from the operands as they were, or as the forward pass quantised them; the recipe may change later."""
+    """Gradients from unquantised operands or from the forward pass's values; the recipe may change later."""
     layer, x, dy = _linear(96, 64, bias=False), _randn(32, 64, seed=3).requires_grad_(), _randn(32, 96, seed=4)
     recipe = te.MXFP8BlockScaling(backward_override=override)
     with te.autocast(recipe=recipe):
@@ -108,7 +108,7 @@ SPLITS = (33, 0, 1, 62)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_linear_numerics(bias: bool, as_tensor: bool) -> None:
-    """y, dx, dw and db per group; blocks along rows begin anew in each; rows behind the last one count for nothing."""
+    """y, dx, dw and db per group; blocks along rows start again in each; rows past the last group have no effect."""
     layer, spare = _grouped(4, 96, 64, bias), 3 if as_tensor else 0
     rows, ends = sum(SPLITS) + spare, ends_of(SPLITS).cpu()
     x, dy = _randn(rows, 64, seed=3).requires_grad_(), _randn(rows, 96, seed=4)
@@ -139,7 +139,7 @@ def test_grouped_linear_numerics(bias: bool, as_tensor: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_autocast_nothing_is_quantised(dtype: torch.dtype) -> None:
-    """Both modules, forward and backward, in high precision; inside of a region switched off as well."""
+    """Both modules, forward and backward, in high precision; also inside a disabled region."""
     layer = te.GroupedLinear(2, 64, 32, params_dtype=dtype, device=DEVICE)
     single = te.Linear(64, 32, params_dtype=dtype, device=DEVICE)
     x, dy = _randn(40, 64, dtype=dtype).requires_grad_(), _randn(40, 32, seed=1, dtype=dtype)
@@ -153,7 +153,7 @@ def test_without_autocast_nothing_is_quantised(dtype: torch.dtype) -> None:
 
 
 def _against_bf16(module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], k: int, n: int) -> list[float]:
-    """Signal to noise of y, dx and dw of what `run` computes, against the same in high precision."""
+    """Signal to noise of y, dx and dw of `run`, against the same computation in high precision."""
     found = []
     for enabled in (False, True):
         x, dy = _randn(128, k, seed=5).requires_grad_(), _randn(128, n, seed=6)
@@ -177,7 +177,7 @@ def test_noise_against_bf16() -> None:
 
 
 def test_grouped_linear_prequantized_mxfp8_input() -> None:
-    """Rows that come in MXFP8 equal the same values quantised here, bit for bit, forward and backward."""
+    """MXFP8 input is bit-identical to the same values quantised by the module, forward and backward."""
     splits = [64, 0, 32]
     for form in ("MXTensor", "MXFP8Tensor", "rowwise MXFP8Tensor"):
         found = []
@@ -198,7 +198,7 @@ def test_grouped_linear_prequantized_mxfp8_input() -> None:
 
 
 def test_linear_takes_prequantised_input_and_leading_dimensions() -> None:
-    """[..., K] in, [..., N] out; MXFP8 in has the values it stands for, inside and outside of autocast."""
+    """[..., K] in, [..., N] out; MXFP8 input counts as its values, inside and outside autocast."""
     layer = _linear(32, 64)
     x = _randn(2, 16, 64, seed=5)
     quantised = te.MXFP8Quantizer(E4M3, columnwise=False)(x)
@@ -211,7 +211,7 @@ def test_linear_takes_prequantised_input_and_leading_dimensions() -> None:
 
 
 def test_micro_batches_share_quantised_weights() -> None:
-    """is_first_microbatch: False uses what True quantised, until the next True; gradients are those of the weight."""
+    """is_first_microbatch: False reuses the weights that True quantised; gradients go to the weight itself."""
     layer, x, dy = _linear(32, 64, bias=False), _randn(32, 64, seed=5), _randn(32, 32, seed=6)
     with te.autocast():
         first = layer(x, is_first_microbatch=True)
@@ -248,12 +248,12 @@ def _results(block: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor]
 def _same(seen: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     if BACKEND == "aot_eager":
         return all(map(torch.equal, seen, want))
-    # Fused operations round less often; a value then may be quantised to its neighbour.
+    # Fused operations round less often, so a value may be quantised to its neighbour.
     return all(rule.snr(b, a) > 20 for a, b in zip(seen, want, strict=True))
 
 
 def test_compile_follows_the_region_outside() -> None:
-    """One graph, fullgraph=True, serves every region it is called in, and none."""
+    """One graph, fullgraph=True, serves calls in any region and outside all regions."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds to import
 
     torch._dynamo.reset()
@@ -273,7 +273,7 @@ def test_compile_follows_the_region_outside() -> None:
 
 
 def test_compile_nested_autocast() -> None:
-    """Regions inside of the compiled function, one switched off inside another; a changed recipe is traced anew."""
+    """Regions inside the compiled function, one disabled inside another; a changed recipe is traced again."""
     torch._dynamo.reset()
     block, recipe = _Block(), te.MXFP8BlockScaling()
 
@@ -314,7 +314,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("backward_in", ["nothing", "another recipe"])
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_a_recomputation_sees_the_recipe(how: str, backward_in: str) -> None:
-    """Gradients equal those without checkpointing, bit for bit, wherever the backward pass runs."""
+    """Gradients are bit-identical to those without checkpointing, wherever the backward pass runs."""
     block, found, calls = _Block(), [], []
     block.up.register_forward_hook(lambda *_: calls.append(te.FP8GlobalStateManager.AUTOCAST_DEPTH))
     hybrid = te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID)
@@ -327,12 +327,12 @@ def test_a_recomputation_sees_the_recipe(how: str, backward_in: str) -> None:
             y.backward(_randn(32, 32, seed=8))
         found.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
     assert all(map(torch.equal, *found))
-    assert len(calls) == 3  # once, once, and the recomputation
+    assert len(calls) == 3  # twice forward, and one recomputation
     assert te.FP8GlobalStateManager.AUTOCAST_DEPTH == 0
 
 
 def test_te_checkpoint_tells_two_recipes_apart() -> None:
-    """One module run under two recipes before either backward pass: each recomputation has its own."""
+    """One module runs under two recipes before either backward pass: each recomputation uses its own recipe."""
     layer, grads = _linear(32, 64, bias=False), []
     recipes = (te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID), te.MXFP8BlockScaling())
     for checkpoint in (lambda x: layer(layer.back(layer(x))), lambda x: te.checkpoint(lambda z: layer.twice(z), x)):
@@ -350,7 +350,7 @@ def test_te_checkpoint_tells_two_recipes_apart() -> None:
 
 
 def test_a_region_opened_in_a_backward_pass_counts() -> None:
-    """What a hook computes inside of a region of its own, by a module that ran under another recipe before."""
+    """A hook opens its own region and runs a module that ran under another recipe before."""
     layer, seen = _linear(32, 64, bias=False), []
     x, probe = _randn(32, 64, seed=1).requires_grad_(), _randn(32, 64, seed=2)
     with te.autocast():

@@ -1,4 +1,4 @@
-"""Arguments of TransformerEngine's modules beyond sizes: each does what it says, is accepted, or is refused."""
+"""Arguments of TransformerEngine's modules beyond sizes: each has its effect, is ignored, or is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _make(kind: str, quantised: bool = False, **options: object) -> torch.nn.Module:
-    """A module whose weights depend on nothing but its kind."""
+    """A module whose weights depend only on its kind."""
     options = {"params_dtype": torch.bfloat16, "device": DEVICE, **options}
     with te.quantized_model_init(enabled=quantised):
         module = te.Linear(64, 32, **options) if kind == "linear" else te.GroupedLinear(3, 64, 32, **options)
@@ -44,7 +44,7 @@ def _forward(module: torch.nn.Module, seed: int, **how: object) -> tuple[torch.T
 
 
 def _gradients(module: torch.nn.Module, seed: int = 1, **how: object) -> list[torch.Tensor]:
-    """Gradients of x and of all parameters, of a backward pass that autograd does alone."""
+    """Gradients of x and of all parameters, from a backward pass by autograd alone."""
     x, y = _forward(module, seed, **how)
     module.zero_grad()
     y.backward(_randn(64, 32, seed=seed + 50))
@@ -55,7 +55,7 @@ def _gradients(module: torch.nn.Module, seed: int = 1, **how: object) -> list[to
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_fused_gradients_are_added_to_main_grad(kind: str, delay: bool, quantised: bool) -> None:
-    """In main_grad's dtype; put there in the first micro-batch or if the weight says so; `grad` stays None."""
+    """In main_grad's dtype; overwrites in the first micro-batch or if the weight says so; `grad` stays None."""
     plain = _make(kind, quantised)
     module = _make(kind, quantised, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
     for weight in _weights(module):
@@ -83,7 +83,7 @@ def test_fused_gradients_are_added_to_main_grad(kind: str, delay: bool, quantise
             assert torch.equal(parameter.grad, exact[name]) if name.startswith("bias") else parameter.grad is None
         for index, (name, weight) in enumerate(n for n in module.named_parameters() if n[0].startswith("weight")):
             restarted = first or overwrite
-            # The gradient in float32, of which autograd's is the rounded one.
+            # The gradient in float32, which autograd rounds.
             gradient = weight.main_grad - (0 if restarted else sums[index])
             if restarted:
                 assert torch.equal(gradient.bfloat16(), exact[name])
@@ -92,7 +92,7 @@ def test_fused_gradients_are_added_to_main_grad(kind: str, delay: bool, quantise
 
 
 def test_delayed_gradients_wait_in_order() -> None:
-    """One backward pass per backward_dw, the oldest first; they add up; none left is an error."""
+    """Each backward_dw handles one backward pass, the oldest first; gradients add up; one call too many is an error."""
     plain, module = _make("grouped"), _make("grouped", delay_wgrad_compute=True)
     assert module.need_backward_dw() and not plain.need_backward_dw()
     plain.backward_dw()
@@ -128,7 +128,7 @@ def test_hooks_of_data_parallelism_see_a_gradient() -> None:
 
 
 def test_fused_gradients_need_main_grad() -> None:
-    """Of the weight's shape, and said before anything is computed."""
+    """It must have the weight's shape; the error comes before anything is computed."""
     module = _make("linear", fuse_wgrad_accumulation=True)
     for shape, seen in ((None, "None"), ((64, 32), r"\[64, 32\]")):
         if shape is not None:
@@ -142,7 +142,7 @@ def test_fused_gradients_need_main_grad() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_save_original_input_changes_no_bit(kind: str) -> None:
-    """What is kept is another tensor, and the gradients are the same."""
+    """Another tensor is saved, and the gradients are the same."""
     assert all(map(torch.equal, _gradients(_make(kind, save_original_input=True)), _gradients(_make(kind))))
 
 
@@ -158,7 +158,7 @@ def test_grouped_linear_takes_leading_dimensions() -> None:
 
 
 def test_random_state_of_a_tracker() -> None:
-    """Weights are drawn inside of the fork that the tracker gives for the name."""
+    """Weights are drawn inside the tracker's fork for the name."""
     names = []
 
     class Tracker:
@@ -179,7 +179,7 @@ def test_random_state_of_a_tracker() -> None:
 
 
 def test_what_is_accepted_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank is as none; True is refused as well as any other value; a name that nobody has is a TypeError."""
+    """Parallelism over one rank is accepted; True and other values are refused; an unknown name is a TypeError."""
     linear = te.Linear(32, 32, parallel_mode="column", tp_size=1, sequence_parallel=True, ub_name="qkv", device=DEVICE)
     assert (linear.parallel_mode, linear.tp_size, linear.sequence_parallel) == ("column", 1, False)
     te.GroupedLinear(2, 32, 32, parallel_mode="row", use_grouped_tensor=True, ub_overlap_rs=False, device=DEVICE)
@@ -205,7 +205,7 @@ def test_what_is_accepted_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_checkpoints_of_transformer_engine_load() -> None:
-    """Their `_extra_state` has nothing about MXFP8 to keep; torch's modules and these exchange theirs both ways."""
+    """Their `_extra_state` is ignored; state dicts load from and into torch's modules."""
     model = torch.nn.Sequential(_make("linear"), _make("grouped"))
     state = model.state_dict()
     state.update({"0._extra_state": torch.empty(0, dtype=torch.uint8), "1._extra_state": None})
@@ -219,7 +219,7 @@ def test_checkpoints_of_transformer_engine_load() -> None:
 
 
 def test_former_names() -> None:
-    """fp8_autocast and fp8_model_init with their arguments; questions about recipes that are not here."""
+    """fp8_autocast and fp8_model_init with their arguments; queries about unsupported recipes."""
     recipe, group = te.MXFP8BlockScaling(margin=3), object()
     with te.fp8_autocast(enabled=True, calibrating=True, fp8_recipe=recipe, fp8_group=group):
         state = te.FP8GlobalStateManager
@@ -237,7 +237,7 @@ def test_former_names() -> None:
 
 
 class _Tracker:
-    """Random states as trackers of TransformerEngine and Megatron keep them: here a count of draws."""
+    """Stand-in for TransformerEngine's and Megatron's trackers of random states; the state is a count of draws."""
 
     def __init__(self) -> None:
         self.drawn = 0
@@ -251,7 +251,7 @@ class _Tracker:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_may_be_walked_twice_and_draws_the_same(reentrant: bool) -> None:
-    """retain_graph recomputes again, with the tracker's states of the forward pass; those of now come back."""
+    """retain_graph recomputes again, with the tracker's states of the forward pass; then the current states return."""
     module, tracker, grads = _make("linear"), _Tracker(), []
     x = _randn(64, 64).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""autocast, recipes and what they set: always restored, whatever ends a region and in whatever order."""
+"""autocast, recipes and their state: always restored, whatever ends a region and in whatever order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:MXFP8 is emulated")
 
 
 def _recipe(index: int) -> te.MXFP8BlockScaling:
-    """Recipes that can be told apart."""
+    """A distinguishable recipe."""
     return te.MXFP8BlockScaling(margin=index, fp8_format=te.Format.HYBRID if index % 2 else te.Format.E4M3)
 
 
@@ -41,7 +41,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def test_defaults_and_queries() -> None:
-    """Outside nothing is on; inside the questions answer for the innermost region."""
+    """Outside all regions nothing is enabled; inside, queries answer for the innermost region."""
     assert not State.is_fp8_calibration() and State.get_fp8_group() is None
     assert State.get_fp8_recipe() == te.MXFP8BlockScaling() == te.get_default_fp8_recipe()
     group = object()
@@ -58,7 +58,7 @@ def test_defaults_and_queries() -> None:
 
 
 def test_nesting_to_depth_5_with_a_gap() -> None:
-    """Five recipes inside each other, one region switched off; each is back when the inner one ends."""
+    """Five nested recipes, one region disabled; each recipe is restored when the inner region ends."""
 
     def enter(depth: int) -> None:
         on = depth != 3
@@ -72,7 +72,7 @@ def test_nesting_to_depth_5_with_a_gap() -> None:
 
 
 def test_an_exception_in_the_body_restores() -> None:
-    """At any depth, and the exception goes on."""
+    """State is restored at any depth, and the exception propagates."""
     with te.autocast(recipe=_recipe(1)):
         with pytest.raises(KeyError), te.autocast(recipe=_recipe(2)), te.autocast(enabled=False):
             raise KeyError
@@ -81,7 +81,7 @@ def test_an_exception_in_the_body_restores() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failing_enter_changes_nothing(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe that is none, another family, a device that is refused: raised before any state changes."""
+    """Not a recipe, another family, a refused device: raised before any state changes."""
 
     class Delayed(te.Recipe):
         @classmethod
@@ -98,7 +98,7 @@ def test_a_failing_enter_changes_nothing(depth: int, monkeypatch: pytest.MonkeyP
         with pytest.raises(RuntimeError, match=r"not supported on 12\.0\+ architectures yet"):
             te.autocast(strict=True).__enter__()
         assert _seen() == before
-        with te.autocast(enabled=False, recipe=Delayed(), strict=True):  # nothing is asked of it
+        with te.autocast(enabled=False, recipe=Delayed(), strict=True):  # a disabled region checks nothing
             assert not State.is_fp8_enabled()
 
     if depth:
@@ -109,7 +109,7 @@ def test_a_failing_enter_changes_nothing(depth: int, monkeypatch: pytest.MonkeyP
 
 
 def test_an_instance_is_one_region_at_a_time() -> None:
-    """Again after its end; not inside itself, which leaves the state alone."""
+    """An instance can be entered again after its end, but not inside itself; the refusal leaves the state alone."""
     region = te.autocast(recipe=_recipe(1))
     for _ in range(2):
         with region:
@@ -124,12 +124,12 @@ def test_an_instance_is_one_region_at_a_time() -> None:
 
 
 def test_a_decorator_opens_a_region_per_call() -> None:
-    """Also of a function that calls itself, with the instance's own region open or not."""
+    """Also for a recursive function, with the instance's own region open or not."""
     region = te.autocast(recipe=_recipe(3))
 
     @region
     def depth(calls: int) -> list[tuple[bool, int | None, int]]:
-        """How deep."""
+        """Depth of open regions."""
         return [_seen(), *(depth(calls - 1) if calls else [])]
 
     assert depth.__doc__ == "How deep."
@@ -166,7 +166,7 @@ def test_threads_have_their_own_state() -> None:
 
 
 def test_async_tasks_have_their_own_state() -> None:
-    """Tasks that take turns inside their regions."""
+    """Tasks alternate inside their regions."""
 
     async def work(index: int, turns: int) -> list[tuple[bool, int | None, int]]:
         seen = []
@@ -187,7 +187,7 @@ def test_async_tasks_have_their_own_state() -> None:
 
 
 def test_generators_may_end_in_any_order() -> None:
-    """Regions of two generators that end in the order of their beginning; one that is closed; one that is dropped."""
+    """Regions of two generators that end in the order in which they began; one is closed, one is dropped."""
 
     def steps(index: int) -> Iterator[None]:
         with te.autocast(recipe=_recipe(index)):
@@ -212,7 +212,7 @@ def test_generators_may_end_in_any_order() -> None:
 
 
 def test_a_region_that_ends_in_another_thread_leaves_both_alone() -> None:
-    """Its entry is of the thread that opened it."""
+    """The region's entry belongs to the thread that opened it."""
     region = te.autocast(recipe=_recipe(1))
     thread = threading.Thread(target=region.__enter__)
     thread.start()
@@ -223,7 +223,7 @@ def test_a_region_that_ends_in_another_thread_leaves_both_alone() -> None:
 
 
 def test_state_can_be_saved_and_set() -> None:
-    """get_autocast_state and set_autocast_state; a region that ends restores what was outside of it."""
+    """get_autocast_state and set_autocast_state; the end of a region restores the state outside it."""
     with te.autocast(recipe=_recipe(1)):
         saved = State.get_autocast_state()
         with te.autocast(enabled=False):
@@ -239,7 +239,7 @@ def test_state_can_be_saved_and_set() -> None:
 
 
 def test_recipes_check_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that a recipe cannot have, at the start and later; what it answers; the environment's default."""
+    """Invalid values, at construction and later; results of queries; the environment's default."""
     recipe = te.MXFP8BlockScaling()
     assert (recipe.margin, recipe.fp8_format, recipe.fp8_dpa, recipe.fp8_mha) == (0, te.Format.E4M3, False, False)
     assert recipe.backward_override is None and recipe.enable_2d_quantization is False
@@ -264,7 +264,7 @@ def test_recipes_check_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recipe_state_makes_quantisers() -> None:
-    """Fresh ones, E4M3 forward; backward too, or E5M2 with HYBRID; tiles for weights of the forward pass only."""
+    """New quantisers, E4M3 forward; backward E4M3, or E5M2 with HYBRID; tiles only for weights of the forward pass."""
     hybrid = te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID, enable_2d_quantization=True)
     state = te.RecipeState.create(hybrid, mode="forward", num_quantizers=3, roles=("input", "weight", "output"))
     assert isinstance(state, te.MXFP8BlockScalingRecipeState) and state.dtype == E4M3
@@ -284,7 +284,7 @@ def test_recipe_state_makes_quantisers() -> None:
 
 
 def test_quantized_model_init_is_restored() -> None:
-    """On exceptions too; it nests, and a recipe that is none changes nothing."""
+    """State is restored on exceptions too; regions nest; an invalid recipe changes nothing."""
     assert not State.with_fp8_parameters()
     with te.quantized_model_init(preserve_high_precision_init_val=True):
         assert State.with_fp8_parameters() and State.with_high_precision_init_val()
@@ -303,7 +303,7 @@ def test_quantized_model_init_is_restored() -> None:
     [("", "native"), ("TOO_OLD", "emulated"), ("TOO_NEW", "emulated")],
 )
 def test_devices(refusal: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulation is available and said so; strict answers and raises in TransformerEngine's words."""
+    """Emulation is available and reported; strict answers and raises with TransformerEngine's messages."""
     text = getattr(te.support, refusal) if refusal else ""
     monkeypatch.setattr(te.support, "_refusal", lambda device: text)
     assert te.is_mxfp8_available() is True and te.mxfp8_mode() == mode
@@ -317,13 +317,13 @@ def test_devices(refusal: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_texts_of_transformer_engine() -> None:
-    """Word by word."""
+    """Messages equal TransformerEngine's word for word."""
     assert te.support.TOO_OLD == "Device compute capability 10.0 or higher required for MXFP8 execution."
     assert te.support.TOO_NEW == "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."
 
 
 def test_emulation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning per process, however many regions, quantisers and threads; none where strict refuses."""
+    """One warning per process, for any number of regions, quantisers and threads; no warning if strict refuses."""
     monkeypatch.setattr(te.support, "_refusal", lambda device: te.support.TOO_OLD)
     te.support._warn_emulated.cache_clear()
     with warnings.catch_warnings(record=True) as caught:

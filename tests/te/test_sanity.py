@@ -1,4 +1,4 @@
-"""Modules as they are made, stored, loaded, trained and misused."""
+"""Creation, storage, loading, training and misuse of modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run(module: torch.nn.Module, x: torch.Tensor, enabled: bool = True) -> torc
 
 
 def test_names_and_defaults() -> None:
-    """Parameters have TransformerEngine's names; the first weights are normal(0, 0.023), biases zero."""
+    """Parameters have TransformerEngine's names; initial weights are normal(0, 0.023), biases zero."""
     assert [name for name, _ in _make("linear").named_parameters()] == ["weight", "bias"]
     names = [name for name, _ in _make("grouped").named_parameters()]
     assert sorted(names) == ["bias0", "bias1", "bias2", "weight0", "weight1", "weight2"]
@@ -64,7 +64,7 @@ def test_state_dict_round_trip(kind: str, quantised: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_quantized_model_init(kind: str) -> None:
-    """Weights are MXFP8Tensors in both directions and train; results are those of the same values in high precision."""
+    """Weights are MXFP8Tensors in both directions and train; results equal the same values in high precision."""
     with te.quantized_model_init(preserve_high_precision_init_val=True):
         module = _make(kind)
     plain = _make(kind)
@@ -98,7 +98,7 @@ def test_quantized_model_init(kind: str) -> None:
 
 
 def test_recipe_mismatch_of_quantised_weights() -> None:
-    """Weights in MXFP8 under a state of another family, which autocast itself would not enter."""
+    """Weights in MXFP8 under a state of another recipe family, which autocast itself would refuse."""
     with te.quantized_model_init():
         module = _make("linear", name="proj")
 
@@ -115,20 +115,20 @@ def test_recipe_mismatch_of_quantised_weights() -> None:
 
 
 def test_moving_a_module_keeps_its_kind() -> None:
-    """.to() of dtype and device: plain weights still lie in one storage or are found where they are."""
+    """.to() of dtype and device: plain weights stay in one storage, or work from separate ones."""
     module, x = _make("grouped", bias=False), _randn(64, 64)
     want = _run(module, x)
     assert torch.equal(_run(module.to(torch.float32).to(torch.bfloat16), x), want)
     with te.quantized_model_init():
         quantised = _make("linear")
-    with torch.no_grad():  # a graph would hold on to the weight, which is then not moved
+    with torch.no_grad():  # an autograd graph would hold the weight, which then could not be moved
         want = _run(quantised, x)
     moved = quantised.to(DEVICE)
     assert isinstance(moved.weight, te.MXFP8Tensor) and torch.equal(_run(moved, x), want)
 
 
 def test_return_bias() -> None:
-    """The result without the bias, and the bias; of groups all of them."""
+    """The result without the bias, and the bias; for groups all biases."""
     module = _make("linear", return_bias=True)
     out, bias = _run(module, _randn(64, 64))
     assert bias is module.bias and out.shape == (64, 32)
@@ -157,7 +157,7 @@ def test_torch_autocast_decides_the_dtype() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Each with the numbers that do not fit."""
+    """Each error names the numbers that do not fit."""
     with pytest.raises(InputError, match="tp_size"):
         te.Linear(32, 32, tp_size=2)
     with pytest.raises(InputError, match="params_dtype"):
@@ -184,7 +184,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("quantised", [False, True], ids=["", "quantised"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_deferred_init(kind: str, quantised: bool) -> None:
-    """On "meta" nothing is filled; reset_parameters makes the parameters, frozen ones frozen, weights as asked for."""
+    """On "meta" nothing is filled; reset_parameters creates the parameters, keeps frozen ones frozen, and quantises."""
     for materialise in (lambda module: None, lambda module: module.to_empty(device=DEVICE)):
         with te.quantized_model_init(enabled=quantised, preserve_high_precision_init_val=True):
             module = _make(kind, device="meta", delay_wgrad_compute=True)
@@ -204,7 +204,7 @@ def test_deferred_init(kind: str, quantised: bool) -> None:
 
 
 def test_sharded_weights_are_not_replaced() -> None:
-    """A DTensor, which a framework goes on to use, cannot become an MXFP8Tensor behind its back."""
+    """A DTensor, which a framework keeps using, cannot be silently replaced by an MXFP8Tensor."""
     with te.quantized_model_init():
         module = _make("linear", device="meta")
     module.to_empty(device=DEVICE)

@@ -30,7 +30,7 @@ def _quantised(x: torch.Tensor, swizzled: bool = False, **choices: bool) -> te.M
 
 
 def _same(seen: torch.Tensor, want: te.MXFP8Tensor) -> None:
-    """Every part of the two, byte for byte."""
+    """Compare all parts of two tensors byte for byte."""
     assert isinstance(seen, te.MXFP8Tensor) and seen.shape == want.shape and seen.dtype == want.dtype
     ours, theirs = seen.get_metadata(), want.get_metadata()
     for name in ours.keys() - {"quantizer"}:
@@ -40,7 +40,7 @@ def _same(seen: torch.Tensor, want: te.MXFP8Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(128, 96), (4, 32, 96), (2, -1, 96), (-1, 96)])
 def test_views_share_bytes(shape: tuple[int, ...]) -> None:
-    """As long as the last dimension stays; gradients pass; another last dimension gives plain values."""
+    """Views share bytes if the last dimension stays, and pass gradients; another last dimension gives plain values."""
     tensor = _quantised(_randn(128, 96)).requires_grad_()
     for view in (tensor.view(shape), tensor.reshape(shape)):
         assert isinstance(view, te.MXFP8Tensor) and view.shape == torch.empty(128, 96).view(shape).shape
@@ -58,12 +58,12 @@ def test_views_share_bytes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("shape, chunks", [((128, 96), 2), ((96, 64), 3), ((4, 64, 32), 2), ((160, 32), 4)])
 def test_pieces_along_the_first_dimension(shape: tuple[int, ...], chunks: int, swizzled: bool) -> None:
-    """In whole blocks, short last piece too: what quantising the piece would give, on memory of its own."""
+    """Pieces of whole blocks, a short last piece too, equal the quantised piece and own their memory."""
     x = _randn(*shape)
     tensor = _quantised(x, swizzled).requires_grad_()
     pieces = torch.chunk(tensor, chunks)
     if shape == (160, 32):
-        assert len(pieces) == 4 and all(type(piece) is torch.Tensor for piece in pieces)  # 40 rows are no whole blocks
+        assert len(pieces) == 4 and all(type(piece) is torch.Tensor for piece in pieces)  # 40 rows are not whole blocks
         pieces, chunks = tensor.split(64), 3
     assert len(pieces) == chunks
     for piece, values in zip(pieces, x.split(pieces[0].shape[0]), strict=True):
@@ -78,7 +78,7 @@ def test_pieces_along_the_first_dimension(shape: tuple[int, ...], chunks: int, s
 
 
 def test_assigning_data() -> None:
-    """Other values, shape and dtype, quantised as the tensor was, and the bytes of another MXFP8Tensor as they are."""
+    """Other values, shape and dtype are quantised as the tensor was; another MXFP8Tensor's bytes are kept."""
     parameter = torch.nn.Parameter(_quantised(_randn(32, 64), columnwise=False))
     values = _randn(64, 96, seed=1, dtype=torch.float16)
     parameter.data = values
@@ -97,11 +97,11 @@ def test_assigning_data() -> None:
 
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_files_keep_the_quantiser(swizzled: bool) -> None:
-    """pickle, torch.save in both modes, deepcopy: bytes, directions, tiles; a tensor's quantiser is its own."""
+    """pickle, torch.save in both modes, deepcopy keep bytes, directions, tiles; each tensor has its own quantiser."""
     quantizer = te.MXFP8Quantizer(E4M3, columnwise=False, with_2d_quantization=True)
     quantizer.optimize_for_gemm = swizzled
     tensor = quantizer(_randn(64, 64))
-    quantizer.set_usage(columnwise=True)  # of the next tensor
+    quantizer.set_usage(columnwise=True)  # for the next tensor
     file = io.BytesIO()
     torch.save(tensor, file)
     loaded = [pickle.loads(pickle.dumps(tensor)), copy.deepcopy(tensor)]
@@ -119,7 +119,7 @@ def test_files_keep_the_quantiser(swizzled: bool) -> None:
 
 
 def test_parts_by_index_shared_memory_and_storage() -> None:
-    """What is assigned to a part is quantised with the rest; bytes move to shared memory; storage has views too."""
+    """A partial assignment requantises the tensor; bytes move to shared memory; storage has views too."""
     tensor = _quantised(_randn(64, 64)).requires_grad_()
     values = tensor.detach().dequantize()
     tensor[3:5, ::2] = 7.0
@@ -143,7 +143,7 @@ def test_parts_by_index_shared_memory_and_storage() -> None:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of values as float32 holds them: 448 * 2**127 is infinite there."""
+    """a @ b of float32 values, in which 448 * 2**127 is infinite."""
     return (a.float().double() @ b.float().double()).float()
 
 
@@ -162,7 +162,7 @@ SPLITS = (33, 30, 7)
 @pytest.mark.parametrize("where", ["x", "dy", "w"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_an_infinity_spoils_what_it_touches_and_no_more(kind: str, where: str) -> None:
-    """y, dx and dw are the products of the dequantised operands, infinite ones too; other groups do not see it."""
+    """y, dx and dw are the products of the dequantised operands, infinities included; other groups are unaffected."""
     x, dy, splits = _randn(70, 64), _randn(70, 32, seed=1), (70,) if kind == "linear" else SPLITS
     make = te.Linear if kind == "linear" else lambda *sizes, **options: te.GroupedLinear(3, *sizes, **options)
     module = make(64, 32, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
@@ -186,7 +186,7 @@ def test_an_infinity_spoils_what_it_touches_and_no_more(kind: str, where: str) -
 
 @pytest.mark.parametrize("elem_dtype", [E4M3, torch.float8_e5m2])
 def test_kernels_follow_the_rule(elem_dtype: torch.dtype) -> None:
-    """Blocks with infinities, NaNs and both, in short blocks, in a group of one row, and behind the last group."""
+    """Blocks with infinities, NaNs and both, in short blocks, in a group of one row, and past the last group."""
     x = torch.randn(103, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(
         torch.randint(-10, 10, (103, 64), generator=torch.Generator().manual_seed(1)).float()
     )
@@ -220,7 +220,7 @@ def test_kernels_follow_the_rule(elem_dtype: torch.dtype) -> None:
 
 
 class _Named(te.MXFP8Tensor):
-    """A subclass as frameworks make them: a name for their own tensors."""
+    """A subclass as frameworks define: a name for their own tensors."""
 
 
 def test_a_subclass_stays_one() -> None:
@@ -247,7 +247,7 @@ def test_a_subclass_stays_one() -> None:
 
 
 def test_storage_knows_what_it_stands_for() -> None:
-    """`fake_dtype` is the dtype of `dequantize`, kept by views and set by a quantiser of internal tensors."""
+    """`fake_dtype` is the dtype of `dequantize`; views keep it, and a quantiser of internal tensors sets it."""
     tensor = _quantised(_randn(64, 64))
     parts = tensor.get_metadata()
     assert te.MXFP8TensorStorage(**parts).dequantize().dtype == torch.float32
