@@ -13,7 +13,7 @@ import torch
 from triton_ep.runtime.launch import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
-"""Where the kernels of this process run."""
+"""Device on which the kernels of this process run."""
 
 BLOCK = 32
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -22,7 +22,7 @@ NARROW = {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2", "e2m1": "fp4_e2m1"}
 """The other MX elements, one per byte."""
 PACKED = torch.float4_e2m1fn_x2
 EVERY: dict[str, Any] = {**ELEMENTS, **NARROW, "e2m1_x2": PACKED}
-"""All that MXTensor knows, by the names of its formats."""
+"""All formats of MXTensor, by name."""
 MODES = ("rceil", "floor", "ceil", "even")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -69,7 +69,7 @@ def ceil_log2(value: Fraction) -> int:
 
 
 def steps(value: Fraction, fmt: Format) -> tuple[int, int]:
-    """(n, p): the nearest number of the format to a value >= 0, ties to even, is n * 2**p; it may be too large."""
+    """(n, p): n * 2**p is the number of the format nearest to a value >= 0, ties to even; it may be too large."""
     if value == 0:
         return 0, fmt.min_exponent - fmt.mbits
     p = max(floor_log2(value), fmt.min_exponent) - fmt.mbits
@@ -77,7 +77,7 @@ def steps(value: Fraction, fmt: Format) -> tuple[int, int]:
 
 
 def round_to(value: Fraction, fmt: Format) -> Fraction:
-    """The nearest number of the format, as a fraction; not saturated."""
+    """The nearest number of the format, as a fraction, without saturation."""
     n, p = steps(value, fmt)
     return n * Fraction(2) ** p
 
@@ -86,14 +86,14 @@ def element_bits(value: Fraction, negative: bool, fmt: Format) -> int:
     """Bits of the nearest element, saturating."""
     nearest = min(round_to(value, fmt), fmt.largest)
     n, p = steps(nearest, fmt)
-    # Subnormal numbers have exponent field 0 and no leading 1; from there on, bits count up with the value.
+    # Subnormal numbers have exponent field 0 and no leading 1; above them, bits count up with the value.
     field = (p + fmt.mbits - fmt.min_exponent + 1) if n >= 1 << fmt.mbits else 0
     mantissa = n - (1 << fmt.mbits) if field else n
     return negative << (fmt.bits - 1) | field << fmt.mbits | mantissa
 
 
 def scale_byte(amax: Fraction, fmt: Format, mode: str) -> int:
-    """Scale of a block of finite values."""
+    """Scale byte of a block of finite values."""
     top = floor_log2(fmt.largest)
     if mode == "rceil":
         quotient = round_to(amax * round_to(1 / fmt.largest, FP32), FP32)
@@ -132,9 +132,9 @@ def from_bits(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-# Mantissas of float32 where a rule changes its mind, and their neighbours: powers of two, 1.75 (the largest
-# elements of fp8 and e3m2), 1.875 (e2m3) and 1.5 (e2m1), the points from which EVEN rounds up to the next power of two,
-# the middle of subnormal numbers.
+# Float32 mantissas at which a rule's result changes, and their neighbours: powers of two, 1.75 (the largest elements of
+# fp8 and e3m2), 1.875 (e2m3) and 1.5 (e2m1), the points from which EVEN rounds up to the next power of two, the middle
+# of subnormal numbers.
 _EDGES = (0, 0x400000, 0x600000, 0x780000, 0x700000, 0x7FFFFF)
 _MANTISSAS = sorted({(edge + delta) & 0x7FFFFF for edge in _EDGES for delta in (-2, -1, 0, 1, 2)})
 # The same for the dtypes of 16 bits, whose lowest bit is bit 16 (bf16) or 13 (fp16) of a float32.
@@ -142,11 +142,11 @@ _COARSE = {(edge + delta * unit) & 0x7FFFFF for edge in _EDGES for delta in (-1,
 
 
 def _with_tail(amax_bits: torch.Tensor) -> torch.Tensor:
-    """[n, 32] float32: each block has its largest magnitude in a lane of its own, smaller values elsewhere."""
+    """[n, 32] float32: each block has its largest magnitude in a different lane, smaller values elsewhere."""
     generator = torch.Generator().manual_seed(len(amax_bits))
     n = len(amax_bits)
     drop = torch.randint(0, 24, (n, BLOCK), generator=generator) << 23
-    # Few mantissa bits: many are exactly between two elements.
+    # Few mantissa bits, so that many values are exactly between two elements.
     mantissa = torch.randint(0, 1 << 5, (n, BLOCK), generator=generator) << 18
     nudge = torch.randint(-1, 2, (n, BLOCK), generator=generator)
     smaller = ((amax_bits[:, None] & 0x7F800000) - drop + mantissa + nudge).clamp(min=0)
@@ -158,14 +158,14 @@ def _with_tail(amax_bits: torch.Tensor) -> torch.Tensor:
 
 
 def every_exponent() -> torch.Tensor:
-    """[n, 32] float32: largest magnitudes of every exponent, subnormal ones too, with every edge mantissa."""
+    """[n, 32] float32: largest magnitudes of every exponent, including subnormals, with every edge mantissa."""
     exponents = torch.arange(255, dtype=torch.int64) << 23
     mantissas = torch.tensor(sorted({*_MANTISSAS, *_COARSE}), dtype=torch.int64)
     return _with_tail((exponents[:, None] | mantissas[None, :]).flatten())
 
 
 def code_values(elem: str) -> torch.Tensor:
-    """[2**bits] float32 values of all codes of a format, by the definition of a small float; NaN where it has one."""
+    """[2**bits] float32 values of all codes of a format, by the definition of a small float; NaN if it has one."""
     fmt = FORMATS[elem]
     if fmt.bits == 8:
         return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(ELEMENTS[elem]).float()
@@ -178,7 +178,7 @@ def code_values(elem: str) -> torch.Tensor:
 
 
 def every_tie(elem: str) -> torch.Tensor:
-    """[n, 32] float32: every element of a format, the middle to the next one, and the neighbours of both.
+    """[n, 32] float32: every element of a format, the midpoint to the next one, and the neighbours of both.
 
     One value of each block is the largest element, so that the scale is 1 (CEIL: 1 or 2).
     """
@@ -192,7 +192,7 @@ def every_tie(elem: str) -> torch.Tensor:
 
 
 def special_values() -> torch.Tensor:
-    """[n, 32] float32: zeros of both signs, subnormals alone and beside others, NaN of many bits, infinities."""
+    """[n, 32] float32: zeros of both signs, subnormals alone and next to others, many NaN bit patterns, infinities."""
     ordinary = torch.linspace(-3, 3, BLOCK)
     tiny = 2.0**-149
     blocks = [torch.zeros(BLOCK), -torch.zeros(BLOCK), ordinary, torch.full((BLOCK,), tiny), ordinary * 2.0**-126]
@@ -212,12 +212,12 @@ def special_values() -> torch.Tensor:
 
 
 def structured(elem: str, dtype: torch.dtype) -> torch.Tensor:
-    """[n, 32] of a dtype: all of the above."""
+    """[n, 32] of a dtype: all structured blocks above."""
     return torch.cat([special_values(), every_tie(elem), every_exponent()]).to(dtype)
 
 
 def random_bits(count: int, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[count / 32, 32]: half of it random bits, half numbers within a block's reach of each other."""
+    """[count / 32, 32]: half random bits, half numbers within a block's range of each other."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""torch.compile: one graph, the bits of eager mode; on a GPU one kernel, fused with what makes its input."""
+"""torch.compile: one graph, bit-identical to eager mode; on a GPU one kernel, fused with its producers."""
 
 import copy
 from collections.abc import Callable
@@ -45,14 +45,14 @@ def _assert_equal_bits(got: Any, want: Any) -> None:
 
 
 def _kernels(function: Callable[..., Any], *args: Any) -> list[str]:
-    """Names of the kernels that a call launches, after one that compiled them."""
+    """Names of the kernels that a call launches, after a first call that compiles them."""
     function(*args)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function(*args)
         torch.cuda.synchronize()
     on_device = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    # Copies are no kernels, nor are the ranges by which torch marks what it compiled.
+    # Leave out copies and the ranges by which torch marks compiled regions.
     return [name for name in on_device if not name.startswith(("Memcpy", "Memset", "Torch-Compiled", "##"))]
 
 
@@ -61,7 +61,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.mark.parametrize("elem", [torch.float8_e4m3fn, torch.float4_e2m1fn_x2], ids=str)
 def test_to_mx_has_the_bits_of_eager(elem: Any) -> None:
-    """In one graph without breaks."""
+    """to_mx compiles into one graph without breaks."""
     x = _hard(torch.bfloat16)[::16].contiguous()
     compiled = torch.compile(_parts, backend="aot_eager", fullgraph=True)
     _assert_equal_bits(compiled(x, elem, "rceil"), _parts(x, elem, "rceil"))
@@ -70,7 +70,7 @@ def test_to_mx_has_the_bits_of_eager(elem: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("elem", ELEMENTS, ids=str)
 def test_to_mx_is_one_kernel_with_the_bits_of_eager(elem: Any) -> None:
-    """Float8 in every mode, others in two, on structured and random blocks; fp32 too. Eager mode has one as well."""
+    """Float8 in every mode, other formats in two, on structured and random blocks; fp32 too. Eager has one, too."""
     compiled = torch.compile(_parts, fullgraph=True)
     cases = [(torch.bfloat16, mode) for mode in (MODES if elem in FLOAT8 else ("rceil", "floor"))]
     for dtype, mode in [*cases, (torch.float32, "rceil")]:
@@ -83,7 +83,7 @@ def test_to_mx_is_one_kernel_with_the_bits_of_eager(elem: Any) -> None:
 
 @pytest.mark.gpu
 def test_quantising_is_part_of_what_makes_its_input() -> None:
-    """SwiGLU and to_mx are one kernel, and so are dequantize and what follows."""
+    """SwiGLU and to_mx become one kernel, and so do dequantize and the following operations."""
     gate, up = (torch.randn(256, 4096, device="cuda", dtype=torch.float32) for _ in range(2))
 
     def forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_quantising_is_part_of_what_makes_its_input() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_pass_through_graphs(backend: str) -> None:
-    """As results and as arguments, moved and multiplied inside."""
+    """MXTensors are results and arguments of graphs, moved and multiplied inside."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
     for make in (MXTensor.to_mx, NVFP4Tensor.to_nvfp4):
 
@@ -115,7 +115,7 @@ def test_tensors_pass_through_graphs(backend: str) -> None:
         got, want = torch.compile(work, backend=backend, fullgraph=True)(x, y), work(x, y)
         assert type(got[0]) is type(want[0])
         _assert_equal_bits([got[0].qdata, got[0].scale], [want[0].qdata, want[0].scale])
-        # Sums may be taken in another order.
+        # Sums may run in another order.
         torch.testing.assert_close(got[1], want[1], rtol=0.02, atol=0.05)
         torch.testing.assert_close(got[2], want[2], rtol=0.02, atol=0.05)
 
@@ -123,7 +123,7 @@ def test_tensors_pass_through_graphs(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("levels", [1, 2])
 def test_nvfp4_has_the_bits_of_eager(levels: int) -> None:
-    """On every structured and random block, with both levels of scales."""
+    """Every structured and random block, with both levels of scales."""
     x = _hard(torch.bfloat16).nan_to_num(1.0, posinf=1.0, neginf=-1.0)
     outer = per_tensor_amax_to_scale(x.abs().max()) if levels == 2 else None
 
@@ -150,7 +150,7 @@ LAYERS = {
     ],
 )
 def test_layers_train_compiled(kind: Any, config: Any, backend: str) -> None:
-    """Output and gradients are those of eager mode, up to the order of sums; without Inductor, to the bit."""
+    """Output and gradients equal eager mode's up to the order of sums; without Inductor, bit for bit."""
     torch.manual_seed(0)
     layer = kind(128, 96, bias=False, device=DEVICE, dtype=torch.bfloat16, config=config)
     compiled = torch.compile(copy.deepcopy(layer), backend=backend, fullgraph=True)
@@ -168,11 +168,11 @@ def test_layers_train_compiled(kind: Any, config: Any, backend: str) -> None:
 
 @pytest.mark.gpu
 def test_models_train_compiled() -> None:
-    """Two layers and what is between them, forward and backward, in one graph.
+    """Two layers and the operations between them, forward and backward, in one graph.
 
-    Inductor keeps the values between operations that it fuses in float32, where eager mode rounds them to bf16, and
-    what is quantised behind that may round the other way. Told to round as well, it agrees with eager mode; left
-    alone, its gradients are as close to those without quantisation as those of eager mode are.
+    Inductor keeps intermediate values of fused operations in float32, where eager mode rounds them to bf16, so a later
+    quantisation may round the other way. Configured to round as well, it agrees with eager mode. By default its
+    gradients are as close to the unquantised gradients as eager mode's are.
     """
     torch.manual_seed(0)
     model = nn.Sequential(MXLinear(256, 512), nn.GELU(), MXLinear(512, 256)).to("cuda", torch.bfloat16)
@@ -194,5 +194,5 @@ def test_models_train_compiled() -> None:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of `one` from `other`, as a part of the other."""
+    """Distance of `one` from `other`, relative to `other`."""
     return ((one.double() - other.double()).norm() / other.double().norm()).item()

@@ -1,4 +1,4 @@
-"""MX on several ranks: quantising shards, parallel layers, FSDP that gathers in MX. Each test on 2 and 4 ranks."""
+"""MX on several ranks: quantised shards, parallel layers, FSDP's gather in MX. Each test runs on 2 and 4 ranks."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,7 @@ ELEMENTS = (torch.float8_e4m3fn, torch.float8_e5m2, "fp6_e2m3", torch.float4_e2m
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:
-    """The same on every rank; blocks differ in scale."""
+    """The same values on every rank; blocks differ in scale."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * torch.logspace(-2, 2, shape[-1])).bfloat16().to(DEVICE)
 
@@ -66,14 +66,14 @@ def _check_shards(rank: int, nodes: int, ranks_per_node: int) -> None:
     mesh = _mesh(num_ranks)
     x = _x(10, 128 * num_ranks)  # 10 rows on 4 ranks: 3, 3, 3, 1
     for elem in ELEMENTS:
-        # Every format by rows; two of them in every way.
+        # Every format by rows; two formats along every dimension.
         for placement in (Shard(0), Shard(1), Replicate()) if elem in ELEMENTS[::3] else (Shard(0),):
             for block_dim, values in ((-1, x), (-2, x.t().contiguous())):
                 sharded = distribute_tensor(values, mesh, [placement])
                 whole = MXTensor.to_mx(values, elem, block_dim=block_dim)
                 mx = MXTensor.to_mx(sharded, elem, block_dim=block_dim)
                 assert (mx.shape, mx.dtype, mx.qdata.placements) == (values.shape, values.dtype, (placement,))
-                # Quantised after sharding is sharded after quantising.
+                # Quantising after sharding equals sharding after quantising.
                 start = whole
                 if isinstance(placement, Shard):
                     size = -(-values.shape[placement.dim] // num_ranks)
@@ -107,7 +107,7 @@ def whole_weight(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _check_refusals(x: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Blocks on two ranks, and sums that are not done yet."""
+    """Blocks on two ranks, and partial sums."""
     with pytest.raises(InputError, match="cut blocks of 32"):
         MXTensor.to_mx(distribute_tensor(x[:, : 32 * 3].contiguous(), mesh, [Shard(1)]))
     with pytest.raises(InputError, match="Partial"):
@@ -170,12 +170,12 @@ def _check_parallel(rank: int, nodes: int, ranks_per_node: int, plan: str) -> No
         for name, parameter in model.named_parameters():
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             reference = alone.get_parameter(name).grad
-            # Sums over shards are rounded otherwise, which now and then moves a value to the next element.
+            # Sums over shards round differently, which occasionally moves a value to the next element.
             assert _relative(gradient, reference) < 0.02, name
 
     if plan != "tensor":
         return
-    # To serve, weights are quantised once they are sharded: torch cannot shard the bytes of a quantised one.
+    # For inference, weights are sharded first and then quantised: torch cannot shard the bytes of a quantised weight.
     for weights in (MXWeightOnlyConfig("fp6_e2m3"), MXDynamicActivationMXWeightConfig()):
         alone, model = _mlp(None), parallelize_module(_mlp(None), mesh, PLANS["tensor"]())
         for each in (alone, model):
@@ -206,7 +206,7 @@ def _train(model: nn.Module, batch: torch.Tensor, steps: int) -> list[float]:
 
 
 def _layers(config: MXLinearConfig) -> nn.Sequential:
-    """30 and 7 output features: no rank count divides both, and 4 ranks do not share 30 evenly either."""
+    """30 and 7 output features: no rank count divides both, and 4 does not divide 30 either."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 30), nn.ReLU(), nn.Linear(30, 7)).to(DEVICE)
     quantize_(model, config, lambda module, name: name in ("0", "2"))
@@ -228,7 +228,7 @@ def _check_fsdp(rank: int, nodes: int, ranks_per_node: int) -> None:
             fully_shard(each, mesh=mesh)
         assert isinstance(model[0].weight.to_local(), MXShard)
         batches = torch.randn(num_ranks, 32, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        # The first product is that of a weight gathered in high precision, bit for bit.
+        # The first product is bit-identical to that of a weight gathered in high precision.
         with torch.no_grad():
             assert torch.equal(model(batches[rank]), plain(batches[rank]))
         with _gathered(seen):
@@ -241,7 +241,7 @@ def _check_fsdp(rank: int, nodes: int, ranks_per_node: int) -> None:
             moved = other.detach() - start.get_parameter(name).detach()
             value = one.detach().full_tensor()
             assert _relative(value - start.get_parameter(name).detach(), moved) < limit, name
-    # What travelled: bytes of elements and of scales, for as many rows on every rank.
+    # Gathered bytes: elements and scales, for equally many rows on every rank.
     rows = [-(-num_rows // num_ranks) for num_rows in (96, 30)]
     assert {tuple(call) for call in seen} == {
         tuple((torch.uint8, rows[layer] * k // n) for n in (per_byte, 32))
@@ -272,7 +272,7 @@ class _gathered:
 
 @WORLDS
 def test_shards_are_quantised_as_the_whole(run_ranks: Any, nodes: int, ranks_per_node: int) -> None:
-    """Quantise after sharding equals sharding after quantise, bit for bit: formats, both dimensions, uneven shards."""
+    """Quantising after sharding equals sharding after quantising, bit for bit: formats, dimensions, uneven shards."""
     run_ranks(_check_shards, nodes, ranks_per_node)
 
 
@@ -285,12 +285,12 @@ def test_parallel_layers_compute_what_one_does(run_ranks: Any, nodes: int, ranks
 
 @WORLDS
 def test_fsdp_gathers_in_mx(run_ranks: Any, nodes: int, ranks_per_node: int) -> None:
-    """Same outputs bit for bit, three steps of training close to those in one process; uneven shards."""
+    """Bit-identical outputs, three training steps close to those in one process; uneven shards."""
     run_ranks(_check_fsdp, nodes, ranks_per_node)
 
 
 def test_gathering_needs_layers_that_are_there() -> None:
-    """MXLinear layers, of whole blocks, not yet wrapped."""
+    """It needs MXLinear layers with whole blocks that are not sharded yet."""
     with pytest.raises(InputError, match="no MXLinear"):
         gather_in_mx_(nn.Linear(64, 64))
     with pytest.raises(InputError, match="40 input features"):

@@ -51,7 +51,7 @@ VALUES = {
     ],
 }
 
-# What is halfway between two values goes to the one whose code is even; what is above the largest, to the largest.
+# A value halfway between two elements rounds to the even code; values above the largest round to the largest.
 ROUNDED = {
     "e2m1": {0.25: 0, 0.2500001: 0.5, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4, 5.0000005: 6, 7: 6, 1e30: 6},
     "e2m3": {0.0625: 0, 0.1875: 0.25, 0.9375: 1, 1.0625: 1, 1.9375: 2, 2.125: 2, 4.25: 4, 4.75: 5, 7.25: 7, 9: 7.5},
@@ -61,7 +61,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("elem", VALUES)
 def test_values_of_every_code(elem: str) -> None:
-    """By hand, by the definition of a small float, by the oracle, by torch arithmetic and by the kernel."""
+    """Tables by hand equal the definition of a small float, the oracle, torch arithmetic and the kernel."""
     expected = [*VALUES[elem], *(-float(value) for value in VALUES[elem])]
     assert code_values(elem).tolist() == expected
     assert reference.positive_values(NARROW[elem]) == VALUES[elem]
@@ -81,7 +81,7 @@ def test_values_of_every_code(elem: str) -> None:
 
 @pytest.mark.parametrize("elem", ROUNDED)
 def test_ties_go_to_the_even_code(elem: str) -> None:
-    """With the scale 1, which the largest element of the block asks for; -0 keeps its sign."""
+    """At scale 1, which the largest element of the block sets; -0 keeps its sign."""
     fmt, table = elem_format(NARROW[elem]), ROUNDED[elem]
     given = torch.tensor([*table, *(-value for value in table), -0.0])
     wanted = [*table.values(), *(-value for value in table.values()), -0.0]
@@ -95,7 +95,7 @@ def test_ties_go_to_the_even_code(elem: str) -> None:
     assert torch.equal(by_kernel[0, 1 : len(inside) + 1].cpu(), arithmetic.encode(inside, fmt))
 
 
-# (format, mode, the one value of the block that is not zero, its scale byte, its code)
+# (format, mode, the only non-zero value of the block, its scale byte, its code)
 BIGGEST = (2 - 2**-23) * 2.0**127
 TABLE = [
     ("e2m1", "rceil", 0.0, 0, 0x0),
@@ -133,7 +133,7 @@ TABLE = [
 
 @pytest.mark.parametrize("elem, mode, value, scale, code", TABLE)
 def test_scales_worked_out_by_hand(elem: str, mode: str, value: float, scale: int, code: int) -> None:
-    """By the oracle, torch arithmetic and the kernel; a block that holds a NaN or an infinity is NaN as a whole."""
+    """Oracle, torch arithmetic and kernel agree; a NaN or an infinity makes the whole block NaN."""
     x = torch.diag(torch.full((32,), value)) if value != 0 else torch.full((32, 32), value)
     fmt = elem_format(NARROW[elem])
     results = (
@@ -151,7 +151,7 @@ def test_scales_worked_out_by_hand(elem: str, mode: str, value: float, scale: in
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", NARROW)
 def test_reference_is_the_model_in_fractions(elem: str, mode: str) -> None:
-    """Special values, ties, exponents and random bits, some hundred blocks of each."""
+    """Special values, ties, exponents and random bits, a few hundred blocks of each."""
     dtype = DTYPES[("bf16", "fp16", "fp32")[MODES.index(mode) % 3]]
     edges = every_exponent()
     x = torch.cat([special_values(), every_tie(elem), edges[:: len(edges) // 150], random_bits(2048, dtype, 3)])
@@ -166,7 +166,7 @@ def test_reference_is_the_model_in_fractions(elem: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", NARROW)
 def test_torch_arithmetic_is_the_reference(elem: str, mode: str, dtype: torch.dtype) -> None:
-    """Every structured block and 2**17 random values, there and back. On a GPU a million blocks: below."""
+    """Every structured block and 2**17 random values, quantised and dequantised. A million blocks on a GPU: below."""
     x = torch.cat([structured(elem, dtype), random_bits(1 << 17, dtype, seed=1)])
     codes, scale = reference.quantize(x, NARROW[elem], mode)
     fmt = elem_format(NARROW[elem])
@@ -181,7 +181,7 @@ def test_torch_arithmetic_is_the_reference(elem: str, mode: str, dtype: torch.dt
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("elem", EVERY)
 def test_kernels_are_the_torch_arithmetic(elem: str, block_size: int) -> None:
-    """Rows and columns, there and back, of every format and block size; modes and dtypes take turns."""
+    """Rows and columns, quantised and dequantised, in every format and block size; modes and dtypes rotate."""
     fmt, turn = elem_format(EVERY[elem]), list(EVERY).index(elem) + BLOCK_SIZES.index(block_size)
     edges = every_exponent()
     for step in range(2):
@@ -229,7 +229,7 @@ def test_every_scale_and_code_is_dequantised(elem: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, *BLOCK_SIZES])
 def test_signal_to_noise(block_size: int) -> None:
-    """Of normally distributed values: 18 dB in e4m3, 13 dB in every other format, in every mode."""
+    """Normally distributed values: 18 dB in e4m3, 13 dB in every other format, in every mode."""
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16).to(DEVICE)
     for elem, elem_dtype in EVERY.items():
         for mode in MODES if block_size % 2 == 0 or elem != "e2m1_x2" else ():
@@ -240,7 +240,7 @@ def test_signal_to_noise(block_size: int) -> None:
 
 
 def test_packed_elements_are_pairs() -> None:
-    """The even one in the low half of a byte; along the blocks, whichever dimension that is."""
+    """The even element is in the low half of a byte; pairs lie along the blocks, whatever their dimension."""
     x = torch.tensor([1.0, -2.0, 3.0, 6.0] * 8)
     for shape, dim in (((32,), -1), ((2, 32), -1), ((32, 3), 0), ((32, 2, 2), -3)):
         value = x.view([32 if d == dim % len(shape) else 1 for d in range(len(shape))]).expand(shape).to(DEVICE)
@@ -259,7 +259,7 @@ def test_packed_elements_are_pairs() -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64), (64, 0)])
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_nothing(shape: tuple[int, ...], dim: int) -> None:
-    """Nothing is quantised to nothing."""
+    """Empty tensors give empty tensors."""
     x = torch.empty(shape, device=DEVICE)
     if shape[dim] % 32 == 0:
         mx = MXTensor.to_mx(x, PACKED, block_dim=dim)
@@ -270,7 +270,7 @@ def test_nothing(shape: tuple[int, ...], dim: int) -> None:
 
 
 def test_formats_by_any_name() -> None:
-    """torch's dtype, its name, the specification's; the table has one entry per format."""
+    """torch's dtype, its name, or the specification's name; the table has one entry per format."""
     assert [elem_format(fmt.dtype) for fmt in ALL_FORMATS] == list(ALL_FORMATS)
     for name in ("e2m3", "fp6_e2m3"):
         assert elem_format(name).dtype == "fp6_e2m3"
@@ -303,7 +303,7 @@ def test_formats_by_any_name() -> None:
     ],
 )
 def test_mistakes_are_named(call, text: str) -> None:
-    """Formats, block sizes, shapes and dtypes that cannot be."""
+    """Invalid formats, block sizes, shapes and dtypes."""
     with pytest.raises(InputError, match=text):
         call(torch.zeros(32, 64, device=DEVICE))
 
@@ -335,7 +335,7 @@ def test_a_million_random_blocks_per_mode_on_a_gpu(elem: str, dtype: torch.dtype
 @pytest.mark.gpu
 @pytest.mark.parametrize("elem", EVERY)
 def test_a_million_random_blocks_of_columns_on_a_gpu(elem: str) -> None:
-    """Blocks of 32 rows, and of 16, 64 and 128 both ways, in a mode and dtype of their own each."""
+    """Blocks of 32 rows, and of 16, 64 and 128 in both directions, each in a different mode and dtype."""
     fmt = elem_format(EVERY[elem])
     for turn, block_size in enumerate(BLOCK_SIZES):
         dtype, mode = list(DTYPES.values())[turn % 3], MODES[turn]
@@ -356,7 +356,7 @@ def test_a_million_random_blocks_of_columns_on_a_gpu(elem: str) -> None:
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts() -> None:
-    """The last blocks of 2**31 + 2**21 elements are quantised where they are, along rows and columns."""
+    """The last blocks of 2**31 + 2**21 elements are quantised correctly, along rows and columns."""
     x = torch.zeros((2**31 + 2**21) // 4096, 4096, dtype=torch.bfloat16, device="cuda")
     x[-64:] = torch.randn(64, 4096, device="cuda")
     for dim in (-1, -2):
@@ -371,7 +371,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 def test_mxfp8_kernels_agree() -> None:
-    """The kernels for any format give the bytes of those for MXFP8."""
+    """The kernels for any format give the same bytes as the MXFP8 kernels."""
     from triton_ep.ops import mxfp8
 
     x = torch.cat([special_values(), random_bits(2048, torch.float32, 5)]).to(DEVICE)

@@ -1,4 +1,4 @@
-"""The differentiable MXFP8 grouped product: what is quantised along which dimension, forward and backward."""
+"""The differentiable MXFP8 grouped product: quantisation of every operand, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (33, 0, 1, 62)
 
 
 def _along(x: torch.Tensor, dim: int, mode: str = "rceil") -> torch.Tensor:
-    """Values after quantisation in blocks of 32 along a dimension, the last block filled up with zeros."""
+    """Values after quantisation in blocks of 32 along a dimension, the last block padded with zeros."""
     moved = x.cpu().movedim(dim, -1)
     padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % 32)).contiguous()
     values = mxfp8.dequantize(*mxfp8.quantize(padded, scaling_mode=mode), torch.float32)
@@ -97,7 +97,7 @@ def test_scaling_modes(mode: str) -> None:
 
 
 def test_bias() -> None:
-    """One for all rows, or one per group; differentiable; none for rows after the last group."""
+    """One bias for all rows, or one per group; differentiable; no group's bias for rows past the last group."""
     a, b_t, ends = operands(Case((2, 0, 3), n=32, k=32, spare=1))
     plain = grouped_mm(a, b_t, ends)
     bias = torch.randn(32, device=DEVICE).bfloat16().requires_grad_()
@@ -111,7 +111,7 @@ def test_bias() -> None:
 
 
 def test_only_what_is_asked_for() -> None:
-    """No gradient where none is wanted; starts instead of ends; float32 out; a gradient without strides of its own."""
+    """No gradient unless requested; starts instead of ends; float32 out; an expanded gradient with stride 0."""
     a, b_t, ends = operands(Case((5, 4), n=32, k=32))
     starts = torch.nn.functional.pad(ends, (1, 0))
     out = grouped_mm(a.requires_grad_(), b_t, starts, out_dtype=torch.float32, pad_token_groups_for_grouped_mm=True)
@@ -127,13 +127,13 @@ def test_only_what_is_asked_for() -> None:
 
 
 class _Preference(StrEnum):
-    """As torchao's KernelPreference, whose members are true."""
+    """Stand-in for torchao's KernelPreference, whose members are truthy."""
 
     EMULATED = "emulated"
 
 
 def test_arguments_in_torchaos_order() -> None:
-    """A call by position means what it means in torchao; the names are its names, those of ours come last."""
+    """Positional calls work as in torchao, with its argument names; our own arguments come last."""
     names = ["A", "B_t", "offs", "bias", "out_dtype", "kernel_preference", "wgrad_with_hp", "scale_calculation_mode"]
     assert list(inspect.signature(grouped_mm).parameters)[:9] == [*names, "pad_token_groups_for_grouped_mm"]
     a, b_t, ends = operands(Case(SIZES, n=32, k=32))
@@ -153,7 +153,7 @@ def test_arguments_in_torchaos_order() -> None:
 
 
 def test_errors() -> None:
-    """What cannot be quantised is refused, with the sizes."""
+    """Operands that cannot be quantised are refused, with their sizes."""
     a, b_t, ends = operands(Case((5, 4), n=32, k=64))
     with pytest.raises(InputError, match="multiples of 32"):
         grouped_mm(a, b_t[:, :, :31], ends)

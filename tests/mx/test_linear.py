@@ -1,4 +1,4 @@
-"""MXLinear, NVFP4Linear and quantize_: what the three products multiply, thresholds, sizes, conversion of models."""
+"""MXLinear, NVFP4Linear and quantize_: operands of the three products, thresholds, sizes, conversion of models."""
 
 import copy
 from typing import Any
@@ -49,7 +49,7 @@ def _gradients(linear: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[to
 
 
 def _thresholds(elem: Any) -> tuple[float, float, float]:
-    """dB of y, dx and dW that the format must reach."""
+    """Least dB of y, dx and dW for the format."""
     return (18.0, 14.0, 18.0) if elem is E4M3 else (8.0, 8.0, 10.0)
 
 
@@ -70,7 +70,7 @@ def test_gradients_reach_their_thresholds(elem: Any, bias: bool, shape: tuple[in
 
 
 def _rounded(x: torch.Tensor, elem: Any, dim: int) -> torch.Tensor:
-    """Float32 values after quantisation along a dimension, by the oracle; a short last block as it is."""
+    """Float32 values after quantisation along a dimension, by the oracle; a short last block stays short."""
     rows = x.movedim(dim, -1).float()
     size = rows.shape[-1]
     filled = nn.functional.pad(rows, (0, -size % 32)).cpu()
@@ -81,7 +81,7 @@ def _rounded(x: torch.Tensor, elem: Any, dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [(64, 128, 96), (7, 40, 50), (33, 31, 1), (1, 64, 32)], ids=str)
 @pytest.mark.parametrize("hp", [False, True])
 def test_each_product_is_of_what_the_oracle_rounds(sizes: tuple[int, int, int], hp: bool) -> None:
-    """Three formats, one for each operand, each along the sum at hand; any sizes, none of them a multiple of 32."""
+    """Three formats, one per operand, each quantised along the product's sum; no size is a multiple of 32."""
     rows, k, n = sizes
     of_x, of_w, of_dy = E4M3, E5M2, E4M3
     linear = nn.Linear(k, n, bias=False, device=DEVICE)
@@ -115,7 +115,7 @@ def test_formats_per_operand_reach_their_thresholds() -> None:
 
 @pytest.mark.parametrize("make", [MXLinear.from_float, NVFP4Linear.from_float])
 def test_autocast_checkpointing_and_hooks(make: Any) -> None:
-    """autocast sets the dtype of the products, not of gradients; recomputation gives the same; hooks stay."""
+    """autocast sets the dtype of products, not of gradients; recomputation gives the same results; hooks stay."""
     linear = nn.Linear(64, 64, device=DEVICE)
     seen: list[tuple[int, ...]] = []
     linear.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
@@ -153,13 +153,13 @@ def test_nvfp4_training_reaches_its_thresholds(levels: bool) -> None:
 
 
 def test_nvfp4_gradients_are_unbiased() -> None:
-    """The mean of dx over many draws is the product of dy itself and the rounded weight; that of dW likewise."""
+    """The mean of dx over many draws is the product of the unrounded dy and the rounded weight; dW likewise."""
     x, dy = (_randn(16, 32, seed=seed, dtype=torch.float32) for seed in (0, 2))
     weight = _randn(32, 32, seed=1, dtype=torch.float32)
     x.requires_grad_()
     weight.requires_grad_()
     config = NVFP4LinearConfig()
-    # Without randomness in dy the rest is as it was: what the draws must have as their mean.
+    # The expected mean of the draws: everything else unchanged, but no randomness in dy.
     rounded_w = NVFP4Tensor.to_nvfp4(
         weight.detach().t().contiguous(), per_tensor_scale=(weight.detach().abs().max() / 2688)
     ).dequantize()
@@ -172,7 +172,7 @@ def test_nvfp4_gradients_are_unbiased() -> None:
     want = dy.double() @ rounded_w.double().t()
     assert ((dx.mean(0) - want).abs() <= 5.5 * dx.std(0) / len(draws) ** 0.5 + 1e-5).all()
     assert dx.std(0).min() > 0
-    # dW has x rounded to nearest as well, so only the part of dy is unbiased: linear in dy.
+    # dW also uses x rounded to nearest, so it is unbiased only in dy, in which it is linear.
     zero = torch.autograd.grad(nvfp4_linear(x, weight, config=config), weight, torch.zeros_like(dy))[0]
     assert zero.eq(0).all()
     assert _snr(dy.double().t() @ x.detach().double(), dw.mean(0)) > 18
@@ -214,7 +214,7 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize(("config", "kind", "decibels"), CONVERSIONS, ids=lambda each: str(each)[:60])
 def test_models_are_converted_by_a_filter(config: Any, kind: type, decibels: float) -> None:
-    """The chosen layers and no others; same outputs up to the format; copies, state dicts and other dtypes go on."""
+    """Only the chosen layers change; outputs agree up to the format; copies, state dicts and other dtypes work."""
     reference_model, model = _model(), _model()
     x = _randn(2, 9, 64)
     quantize_(model, config, _not_the_head)
@@ -245,7 +245,7 @@ def test_models_are_converted_by_a_filter(config: Any, kind: type, decibels: flo
 
 
 def test_state_of_quantised_weights_goes_into_a_plain_layer() -> None:
-    """With assign=True a torch.nn.Linear takes them as they are, without it their values."""
+    """With assign=True a torch.nn.Linear takes the quantised weights, without it their values."""
     model = _model()
     quantize_(model, MXWeightOnlyConfig())
     state = model.state_dict()
@@ -261,7 +261,7 @@ def test_state_of_quantised_weights_goes_into_a_plain_layer() -> None:
 
 
 def test_a_step_of_training() -> None:
-    """Parameters stay the optimizer's own; the loss falls as it does in high precision."""
+    """Parameters stay the optimizer's objects; the loss falls as in high precision."""
     losses = []
     for config in (None, MXLinearConfig(), NVFP4LinearConfig()):
         model = _model().float()
@@ -302,7 +302,7 @@ def _all(module: nn.Module, name: str) -> bool:
 
 @pytest.mark.parametrize(("mistake", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_named(mistake: Any, text: str) -> None:
-    """And leave the model as it was."""
+    """Errors leave the model unchanged."""
     model = _model()
     with pytest.raises(InputError, match=text):
         mistake(model)

@@ -1,4 +1,4 @@
-"""mx_mm: the product of what two MX matrices stand for."""
+"""mx_mm: the product of the values of two MX matrices."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch
 
 
 def signal_to_noise(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """dB; infinite where the two are equal."""
+    """Signal to noise in dB; infinite if the two are equal."""
     error = wanted.double() - got.double()
     return (20 * torch.log10(wanted.double().norm() / error.norm())).item()
 
@@ -31,7 +31,7 @@ def signal_to_noise(wanted: torch.Tensor, got: torch.Tensor) -> float:
 @pytest.mark.parametrize("right", EVERY)
 @pytest.mark.parametrize("left", EVERY)
 def test_the_product_is_that_of_the_values(left: str, right: str) -> None:
-    """Every pair of formats: 80 dB and more from the product of the dequantised matrices, in float64 and in bf16."""
+    """Every pair of formats: at least 80 dB against the product of the dequantised matrices, in float64 and in bf16."""
     a, w = MXTensor.to_mx(_x(48, 128), EVERY[left]), MXTensor.to_mx(_x(40, 128, seed=1), EVERY[right])
     wide = mx_mm(a, w.t(), torch.float32)
     assert (wide.shape, wide.dtype) == ((48, 40), torch.float32)
@@ -42,7 +42,7 @@ def test_the_product_is_that_of_the_values(left: str, right: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_dtypes_and_blocks(dtype: torch.dtype, block_size: int) -> None:
-    """Operands for any dtype, in any blocks, along any dimension; the result in any dtype, rounded once; a bias."""
+    """Operands of any dtype, block size and block dimension; the result in any dtype, rounded once; a bias."""
     a = MXTensor.to_mx(_x(64, 128, dtype=dtype), E4M3, block_size)
     b = MXTensor.to_mx(_x(128, 64, seed=1, dtype=dtype), "fp6_e3m2", 32, block_dim=-1)
     exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double()
@@ -57,7 +57,7 @@ def test_dtypes_and_blocks(dtype: torch.dtype, block_size: int) -> None:
 
 
 def test_gradients_are_those_of_the_values() -> None:
-    """Straight through the quantisation of both operands."""
+    """Gradients pass straight through the quantisation of both operands."""
     x, w = _x(32, 64).requires_grad_(), _x(48, 64, seed=1).requires_grad_()
     mx_mm(MXTensor.to_mx(x, "fp6_e2m3"), MXTensor.to_mx(w, PACKED).t()).sum().backward()
     ones = torch.ones(32, 48, dtype=x.dtype, device=DEVICE)
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_values() -> None:
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, a_scale: Any, recipe_a: Any, b_scale: Any, recipe_b: Any, *rest: Any,
                output_dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
-    """torch's scaled_mm by its documentation: rows along K, swizzled scales, elements by their dtype."""
+    """torch's scaled_mm as documented: rows along K, swizzled scales, elements by their dtype."""
     assert recipe_a is recipe_b is F.ScalingType.BlockWise1x32
     assert rest == (F.SwizzleType.SWIZZLE_32_4_4,) * 2
     assert a.is_contiguous() and b.t().is_contiguous() and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
@@ -82,7 +82,7 @@ def _scaled_mm(a: torch.Tensor, b: torch.Tensor, a_scale: Any, recipe_a: Any, b_
 
 @pytest.mark.parametrize("elem_dtype", [E4M3, PACKED], ids=str)
 def test_what_the_hardware_is_given(monkeypatch: pytest.MonkeyPatch, elem_dtype: torch.dtype) -> None:
-    """Elements, tiles of scales and recipes from which torch's scaled_mm makes the same product."""
+    """The elements, scale tiles and recipes passed to torch's scaled_mm give the same product."""
     calls = []
     monkeypatch.setattr(mm, "hardware_obstacle", lambda a, b: None)
     monkeypatch.setattr(mm, "scaled_mm", lambda *args, **kwargs: calls.append(1) or _scaled_mm(*args, **kwargs))
@@ -95,7 +95,7 @@ def test_what_the_hardware_is_given(monkeypatch: pytest.MonkeyPatch, elem_dtype:
 
 
 def test_what_torch_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its refusal is an error of ours that says what to do."""
+    """torch's refusal becomes an InputError that names the alternative."""
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("only with another library")
@@ -127,7 +127,7 @@ def test_torchs_grouped_product_and_modules(elem: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("elem", EVERY)
 def test_pinned_memory(elem: str) -> None:
-    """Elements and scales both; from there to the GPU without waiting."""
+    """Elements and scales are both pinned and can be copied to the GPU without waiting."""
     mx = MXTensor.to_mx(_x(16, 64).cpu(), EVERY[elem])
     pinned = mx.pin_memory()
     assert not mx.is_pinned() and pinned.is_pinned() and pinned.qdata.is_pinned()
@@ -146,7 +146,7 @@ def test_pinned_memory(elem: str) -> None:
     ],
 )
 def test_why_the_hardware_is_not_used(change: Any, text: str) -> None:
-    """Asked for, it is an error that says why; "auto" multiplies the values instead."""
+    """An explicit "hardware" raises an error with the reason; "auto" multiplies the values instead."""
     if text == "compute capability" and torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU multiplies MX blocks")
     a, b = change(MXTensor.to_mx(_x(48, 64)), MXTensor.to_mx(_x(32, 64, seed=1)))
@@ -168,7 +168,7 @@ def test_the_gpus_own_path(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("elem", EVERY)
 def test_groups_of_rows(elem: str) -> None:
-    """Each group's rows times its own matrix; rows after the last group give zeros."""
+    """Each group's rows times its own matrix; rows past the last group give zeros."""
     ends = torch.tensor([5, 5, 12], dtype=torch.int32, device=DEVICE)
     a, w = MXTensor.to_mx(_x(14, 64), EVERY[elem]), MXTensor.to_mx(_x(3, 32, 64, seed=1), EVERY[elem])
     out = mx_grouped_mm(a, w.transpose(-2, -1), ends, torch.float32)
@@ -191,13 +191,13 @@ def test_groups_of_rows(elem: str) -> None:
     ],
 )
 def test_mistakes_are_named(call: Any, text: str) -> None:
-    """Shapes, dtypes and paths that cannot be."""
+    """Invalid shapes, dtypes and paths."""
     with pytest.raises(InputError, match=text):
         call(MXTensor.to_mx(_x(32, 64)))
 
 
 def test_kernels_and_products_in_a_graph() -> None:
-    """The ops tell a compiler the truth; quantisation, views and products compile whole, to the same bits."""
+    """The ops' fakes are right; quantisation, views and products compile into one graph, bit-identical."""
     x, elem = torch.randn(2, 32, 64, device=DEVICE), "e2m1_x2"
     checks = ["test_autograd_registration", "test_faketensor", "test_schema"]
     ops = torch.ops.triton_ep

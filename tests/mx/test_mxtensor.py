@@ -1,4 +1,4 @@
-"""MXTensor: what torch's operations do to it, on the CPU's arithmetic and on a GPU's kernels alike."""
+"""MXTensor: torch operations on it, with the CPU's arithmetic and a GPU's kernels alike."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def _x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _assert_is(result: Any, expected: torch.Tensor) -> None:
-    """An MXTensor that stands for exactly these values, with scales of the right shape."""
+    """An MXTensor that represents exactly these values, with scales of the right shape."""
     assert isinstance(result, MXTensor)
     assert (result.shape, result.dtype, result.device) == (expected.shape, expected.dtype, expected.device)
     assert result.is_contiguous() == expected.is_contiguous() == result.qdata.is_contiguous()
@@ -47,7 +47,7 @@ def _assert_is(result: Any, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", ELEMENTS)
 def test_to_mx_is_the_reference(elem: str, mode: str, dtype: torch.dtype) -> None:
-    """Bytes of elements and scales, and the values that come back, for every structured block."""
+    """Bytes of elements and scales, and the dequantised values, for every structured block."""
     x = structured(elem, dtype)
     mx = MXTensor.to_mx(x.to(DEVICE), ELEMENTS[elem], scaling_mode=mode)
     codes, scale = reference.quantize(x, ELEMENTS[elem], mode)
@@ -67,7 +67,7 @@ def test_public_name() -> None:
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (0, 64), (3, 0), (2, 0, 32)])
 def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
-    """Blocks lie along the last one."""
+    """Blocks lie along the last dimension."""
     mx = MXTensor.to_mx(_x(*shape))
     assert mx.scale.shape == (*shape[:-1], shape[-1] // 32)
     assert mx.dequantize().shape == shape
@@ -121,7 +121,7 @@ MOVES = {
 @pytest.mark.parametrize("elem", EVERY)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moves_keep_the_format(move: Any, elem: str) -> None:
-    """The same rows as of the dequantised tensor, bit for bit, and still an MXTensor."""
+    """The result is an MXTensor with the same rows as the dequantised tensor's result, bit for bit."""
     mx = MXTensor.to_mx(_x(2, 10, 128), EVERY[elem])
     _assert_is(move(mx), move(mx.dequantize()))
 
@@ -145,7 +145,7 @@ VALUES = {
 
 @pytest.mark.parametrize("compute", VALUES.values(), ids=VALUES)
 def test_sums_and_products_are_those_of_the_values(compute: Any) -> None:
-    """And no MXTensor."""
+    """The result is a plain tensor."""
     mx, w = MXTensor.to_mx(_x(10, 128)), _x(128, 6)
     result = compute(mx, w)
     assert type(result) is torch.Tensor
@@ -171,7 +171,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("operation", REFUSED.values(), ids=REFUSED)
 def test_anything_else_is_refused(operation: Any) -> None:
-    """By name, with the remedy."""
+    """The error names the operation and the remedy."""
     mx = MXTensor.to_mx(_x(10, 128))
     before = mx.dequantize()
     with pytest.raises(InputError, match=r"aten\.\w+|copy_ into"):
@@ -206,13 +206,13 @@ def test_anything_else_is_refused(operation: Any) -> None:
     ],
 )
 def test_mistakes_are_named(make: Any, text: str) -> None:
-    """Shapes, dtypes and modes that cannot be."""
+    """Invalid shapes, dtypes and modes."""
     with pytest.raises(InputError, match=text):
         make(_x(10, 128))
 
 
 def test_made_of_its_parts() -> None:
-    """Elements and scales are wrapped as they are, scales as e8m0 or as bytes."""
+    """Elements and scales are wrapped without a copy, scales as e8m0 or as bytes."""
     mx = MXTensor.to_mx(_x(10, 128))
     for scales in (mx.scale, mx.scale.view(torch.uint8)):
         again = MXTensor.from_qdata_and_scales(mx.qdata, scales, torch.float32)
@@ -227,7 +227,7 @@ def test_made_of_its_parts() -> None:
 
 
 def test_views_share_memory() -> None:
-    """A row is written through a view of it."""
+    """A write to a view of a row changes the tensor."""
     mx, other = MXTensor.to_mx(_x(10, 128)), MXTensor.to_mx(-_x(3, 128))
     mx[2:5].copy_(other)
     assert torch.equal(mx.dequantize()[2:5], other.dequantize())
@@ -236,7 +236,7 @@ def test_views_share_memory() -> None:
 
 
 def test_to_other_dtypes_and_devices() -> None:
-    """The elements stay; what they stand for changes."""
+    """The elements stay; the represented dtype changes."""
     mx = MXTensor.to_mx(_x(10, 128))
     wide = mx.float()
     assert wide.dtype == wide.orig_dtype == torch.float32
@@ -246,7 +246,7 @@ def test_to_other_dtypes_and_devices() -> None:
 
 
 def test_new_tensors_are_plain() -> None:
-    """Of the high-precision dtype, on the same device."""
+    """New tensors have the high-precision dtype, on the same device."""
     mx = MXTensor.to_mx(_x(10, 128))
     for made in (torch.zeros_like(mx), torch.empty_like(mx), torch.full_like(mx, 2), mx.new_zeros(10, 128)):
         assert type(made) is torch.Tensor
@@ -269,7 +269,7 @@ def test_pickles_and_saves(elem: str) -> None:
 
 
 def test_loads_in_a_fresh_process(tmp_path: Path) -> None:
-    """A process that has imported nothing but the package's public name."""
+    """A process that has imported only the package's public name."""
     mx = MXTensor.to_mx(_x(4, 64).cpu())
     torch.save(mx, tmp_path / "mx.pt")
     code = (
@@ -284,7 +284,7 @@ def test_loads_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 class _Times2(torch.autograd.Function):
-    """Remembers what kind of gradient arrives."""
+    """Records the type of the incoming gradient."""
 
     seen: list[type] = []  # noqa: RUF012
 
@@ -299,7 +299,7 @@ class _Times2(torch.autograd.Function):
 
 
 class _QuantizedGrad(torch.autograd.Function):
-    """Sends its gradient on as an MXTensor."""
+    """Passes its gradient on as an MXTensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -311,7 +311,7 @@ class _QuantizedGrad(torch.autograd.Function):
 
 
 def test_is_a_gradient() -> None:
-    """From one function's backward to the next one's, as it is; where two meet, they are added as values."""
+    """It passes unchanged from one function's backward to the next; two of them are added by value."""
     x, weight = _x(10, 128).requires_grad_(), _x(10, 128)
     quantized = MXTensor.to_mx(weight).dequantize()
     _Times2.seen.clear()
@@ -327,7 +327,7 @@ def test_is_a_gradient() -> None:
 
 
 def test_gradients_pass_through_quantisation() -> None:
-    """Straight through to_mx, views, products and dequantize; hooks fire."""
+    """Gradients pass straight through to_mx, views, products and dequantize; hooks fire."""
     x, weight = _x(10, 128).requires_grad_(), _x(128, 4)
     hooked = []
     mx = MXTensor.to_mx(x)
@@ -352,14 +352,14 @@ def test_products_have_gradients_of_their_values() -> None:
 
 
 def test_signal_to_noise() -> None:
-    """Normally distributed values keep 30 dB in e4m3, which is what the stages of a pipeline rest on."""
+    """Normally distributed values keep 30 dB in e4m3, on which the stages of a pipeline rely."""
     x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16).to(DEVICE)
     error = MXTensor.to_mx(x).dequantize(torch.float32) - x.float()
     assert 20 * torch.log10(x.float().norm() / error.norm()) > 30
 
 
 def test_other_block_sizes() -> None:
-    """They are for comparisons; kernels know 32."""
+    """Other block sizes are for comparisons; the MXFP8 kernels have only 32."""
     x = _x(4, 128)
     mx = MXTensor.to_mx(x, block_size=16)
     assert mx.scale.shape == (4, 8)
@@ -380,7 +380,7 @@ _LAYOUTS = {
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize("elem", EVERY)
 def test_kernels_and_torch_give_the_same(monkeypatch: pytest.MonkeyPatch, elem: str, layout: str) -> None:
-    """Bytes, values and layouts, whichever way takes a tensor; every kernel is met."""
+    """Bytes, values and layouts agree for every implementation; every kernel runs."""
     change, block_dim = _LAYOUTS[layout]
     x = change(_x(32, 128, 64))
     made, ways = {}, []

@@ -1,4 +1,4 @@
-"""NVFP4Tensor: values, operations by value, scales of two levels, swizzled scales, files."""
+"""NVFP4Tensor: values, operations by value, two levels of scales, swizzled scales, files."""
 
 import io
 import pickle
@@ -50,7 +50,7 @@ def test_to_nvfp4_is_the_reference(levels: int, dtype: torch.dtype) -> None:
     want = reference.dequantize(packed, scale, dtype, None if outer is None else outer.cpu())
     assert torch.equal(nv.dequantize().cpu(), want)
     assert nv.dequantize(torch.float32).dtype == torch.float32
-    assert _snr(x, nv.dequantize()) >= 18  # 8 is asked for
+    assert _snr(x, nv.dequantize()) >= 18  # the requirement is 8
     amax = x.float().unflatten(-1, (-1, 16)).abs().amax(-1)
     assert _snr(amax, nv.get_hp_scales() * 6) >= 30
     scales, data = nvfp4_quantize(x, 16, outer)
@@ -61,7 +61,7 @@ def test_to_nvfp4_is_the_reference(levels: int, dtype: torch.dtype) -> None:
     ("shape", "use_gelu"), [((128, 64, 256), True), ((157, 64, 256), False), ((200, 160, 256), True)]
 )
 def test_products_reach_16_db(shape: tuple[int, int, int], use_gelu: int) -> None:
-    """Both operands with two levels of scales, with a bias, against the product of what they were made from."""
+    """Both operands with two levels of scales, with a bias, against the product of the unquantised operands."""
     m, k, n = shape
     generator = torch.Generator().manual_seed(2)
     a, w = (torch.randn(rows, k, generator=generator).bfloat16().to(DEVICE) for rows in (m, n))
@@ -112,14 +112,14 @@ MOVES = {
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moves_keep_the_format(move: Any, levels: int) -> None:
-    """The same values as of the dequantised tensor, bit for bit, and still an NVFP4Tensor."""
+    """The result is an NVFP4Tensor with the values of the dequantised tensor's result, bit for bit."""
     x = _x(2, 10, 128)
     nv = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=None if levels == 1 else _outer(x))
     _assert_is(move(nv), move(nv.dequantize()))
 
 
 def test_a_scale_per_matrix() -> None:
-    """Matrices of very different sizes each use all of their scales; moves keep each with its own."""
+    """Matrices of very different magnitudes each use the full range of scales; moves keep each matrix's scale."""
     x = _x(3, 32, 64) * torch.tensor([1.0, 1e4, 1e-4], device=DEVICE)[:, None, None].bfloat16()
     outer = per_tensor_amax_to_scale(x.abs().amax((1, 2), keepdim=True))
     nv = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=outer)
@@ -132,7 +132,7 @@ def test_a_scale_per_matrix() -> None:
     for wrong in (lambda y: y.view(96, 64), lambda y: y.transpose(0, 1), lambda y: y[:, 3]):
         with pytest.raises(InputError, match="per-tensor scales"):
             wrong(nv)
-    with pytest.raises(InputError, match="of one format"):  # which one scale they have is not known on the host
+    with pytest.raises(InputError, match="of one format"):  # the host does not know whether the scales are equal
         torch.cat([nv[0], nv[1]])
 
 
@@ -150,7 +150,7 @@ VALUES = {
 
 @pytest.mark.parametrize("compute", VALUES.values(), ids=VALUES)
 def test_sums_and_products_are_those_of_the_values(compute: Any) -> None:
-    """And no NVFP4Tensor."""
+    """The result is a plain tensor."""
     nv, w = NVFP4Tensor.to_nvfp4(_x(10, 128)), _x(128, 6)
     result = compute(nv, w)
     assert type(result) is torch.Tensor
@@ -158,7 +158,7 @@ def test_sums_and_products_are_those_of_the_values(compute: Any) -> None:
 
 
 def test_swizzled_scales() -> None:
-    """The layout of block-scaled instructions, there and back; slices of whole tiles; others say so."""
+    """The layout of block-scaled instructions and back; slices of whole tiles; other slices are refused."""
     x = _x(300, 256)
     nv = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=_outer(x))
     tiled = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=_outer(x), is_swizzled_scales=True)
@@ -213,13 +213,13 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("make", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_named(make: Any, text: str) -> None:
-    """Shapes, dtypes, arguments and operations that cannot be."""
+    """Invalid shapes, dtypes, arguments and operations."""
     with pytest.raises(InputError, match=text):
         make(_x(10, 128))
 
 
 def test_gradients_pass_through() -> None:
-    """Straight through to_nvfp4, views, products and dequantize."""
+    """Gradients pass straight through to_nvfp4, views, products and dequantize."""
     x, weight = _x(10, 128).requires_grad_(), _x(128, 4)
     NVFP4Tensor.to_nvfp4(x)[3:].t().dequantize(torch.float32).mul(3).sum().backward()
     expected = torch.full_like(x, 3)
@@ -231,7 +231,7 @@ def test_gradients_pass_through() -> None:
 
 
 def test_stochastic_and_transformed_tensors() -> None:
-    """Seeds repeat, torch's generator is used without one; a transformed tensor stands for its values."""
+    """Seeds repeat; without a seed torch's generator is used; a transformed tensor represents its original values."""
     x = _x(32, 128)
     first, again, other = (NVFP4Tensor.to_nvfp4(x, stochastic_rounding=True, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first.qdata, again.qdata) and not torch.equal(first.qdata, other.qdata)

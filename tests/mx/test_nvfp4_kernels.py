@@ -1,4 +1,4 @@
-"""NVFP4 kernels and torch arithmetic give the oracle's bytes; what is random in them has the right mean."""
+"""NVFP4 kernels and torch arithmetic give the oracle's bytes; random results have the right mean."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 def _every_tie() -> torch.Tensor:
-    """[n, 16] float32: every element, the middles between them and the neighbours of both, beside a 6 in each block."""
+    """[n, 16] float32: every element, the midpoints, the neighbours of both, and a 6 in each block."""
     values = torch.tensor(reference.E2M1)
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
     points = torch.cat([points, points.nextafter(torch.tensor(9.0)), points.nextafter(torch.tensor(-9.0))])
@@ -26,7 +26,7 @@ def _every_tie() -> torch.Tensor:
 
 
 def _every_scale() -> torch.Tensor:
-    """[n, 16] float32: largest values that make every scale, those in the middle of two and their neighbours."""
+    """[n, 16] float32: largest values that give every scale, the midpoints between scales, and their neighbours."""
     scales = torch.tensor(reference.E4M3)
     wanted = torch.cat([scales, (scales[1:] + scales[:-1]) / 2]) * 6
     wanted = torch.cat([wanted, *(wanted.nextafter(torch.tensor(end)) for end in (-1.0, 1e9)), wanted * 1.01])
@@ -52,7 +52,7 @@ def _on_device(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _assert_all_agree(x: torch.Tensor, outer: torch.Tensor | None, seed: torch.Tensor | None = None) -> None:
-    """Kernel, torch arithmetic and oracle; elements, scales and values."""
+    """Kernel, torch arithmetic and oracle agree in elements, scales and values."""
     random = None if seed is None else (arithmetic.random_words(seed, x.numel()) >> 8).view(x.shape)
     want = reference.quantize(x, outer, random)
     kernel = ops.quantize_nvfp4(x.to(DEVICE), _on_device(outer), _on_device(seed))
@@ -72,7 +72,7 @@ def test_structured_blocks_are_the_references(outer: float | None, dtype: str) -
     """Ties of elements and of scales, every exponent, zeros, subnormals, NaN, infinities; tensor scales of any kind."""
     x = _structured()
     if outer is not None:
-        x = torch.cat([x[::9], _every_scale() * outer])  # where its effect is
+        x = torch.cat([x[::9], _every_scale() * outer])  # where the tensor scale matters
     elif dtype != "fp32":
         x = x[::4]
     _assert_all_agree(x.to(DTYPES[dtype]), _scale(outer))
@@ -80,7 +80,7 @@ def test_structured_blocks_are_the_references(outer: float | None, dtype: str) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_million_random_values_are_the_references(dtype: torch.dtype) -> None:
-    """Half of them of each dtype; with one and two levels of scales, to nearest and stochastically."""
+    """Half of the values in each dtype; one and two levels of scales, rounded to nearest and stochastically."""
     x = random_bits(524_288, dtype, seed=3).view(-1, BLOCK)
     _assert_all_agree(x, _scale(1e-3) if dtype is torch.float32 else None)
     _assert_all_agree(x[::16], _scale(1e-3), torch.tensor([2**40 + 7]))
@@ -125,7 +125,7 @@ def test_scales_of_many_matrices() -> None:
 
 
 def test_philox_is_philox() -> None:
-    """Known answers of Random123, and Philox computed with Python's integers."""
+    """Random123's known answers, and Philox computed with Python's integers."""
     assert reference.philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     for seed in (0, 1, 2**40 + 7, -5, 2**63 - 1):
         want = [word for counter in range(5) for word in reference.philox(seed % 2**64, counter)]
@@ -146,13 +146,13 @@ def test_stochastic_rounding_is_unbiased() -> None:
     assert (error.abs() <= 5 * deviation / draws**0.5 + 1e-6 * x.abs()).all()
     assert error.sum().abs() <= 5 * deviation.square().sum().sqrt() / draws**0.5
     assert (deviation > 0).sum() > 50  # it is random
-    # To nearest is not: this test would notice.
+    # Rounding to nearest is biased, which this test would detect.
     nearest = ops.dequantize_nvfp4(*ops.quantize_nvfp4(x.to(DEVICE)), None, torch.float32).cpu().double()
     assert ((nearest - x).abs() > 5 * deviation / draws**0.5 + 1e-6 * x.abs()).any()
 
 
 def test_seeds_are_streams() -> None:
-    """The same seed gives the same bytes; another one, or another place, other ones."""
+    """The same seed gives the same bytes; another seed or another place gives other bytes."""
     x = torch.full((2, 512), 0.37)
     x[:, ::BLOCK] = 6.0
     first, again, other = (
@@ -165,7 +165,7 @@ def test_seeds_are_streams() -> None:
 
 @pytest.mark.parametrize("signs", [0, 0xFFFF, 0x5A3C])
 def test_hadamard_is_the_references(signs: int) -> None:
-    """In torch and inside the quantising kernel, there and back; sums of squares and products stay."""
+    """Forward and inverse, in torch and inside the quantising kernel; sums of squares and products stay."""
     generator = torch.Generator().manual_seed(4)
     x, y = (torch.randn(40, 128, generator=generator) for _ in range(2))
     want = reference.hadamard(x, signs)
@@ -202,7 +202,7 @@ def test_hadamard_with_random_signs_is_unbiased() -> None:
 
 
 def test_hadamard_keeps_what_an_outlier_would_hide() -> None:
-    """Beside an outlier small values become zero; transformed, over random signs, most of their mean stays."""
+    """Next to an outlier small values become zero; transformed with random signs, most of their mean survives."""
     x = torch.linspace(0.2, 0.3, BLOCK).view(1, BLOCK)
     x[0, 5] = 12.0
     small = torch.arange(BLOCK) != 5
@@ -229,7 +229,7 @@ def test_random_signs_cover_all_lanes() -> None:
 
 
 def test_bits_of_edge_values() -> None:
-    """The smallest and the largest float32, alone in a block, survive two levels of scales as well as they can."""
+    """The smallest and the largest float32, alone in a block, survive two levels of scales as well as possible."""
     for bits in (1, 0x00800000, 0x7F7FFFFF):
         x = torch.zeros(1, BLOCK)
         x[0, 3] = from_bits(torch.tensor(bits))

@@ -1,4 +1,4 @@
-"""What MXTensor and NVFP4Tensor have in common beside moves and values: inference mode, memory of several processes."""
+"""Common features of MXTensor and NVFP4Tensor besides moves and values: inference mode, shared memory."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.plain
 
 @pytest.mark.parametrize("quantize", [MXTensor.to_mx, NVFP4Tensor.to_nvfp4], ids=["mx", "nvfp4"])
 def test_shared_memory(quantize: Any) -> None:
-    """Of the parts; a module's parameters are shared by it."""
+    """All parts are shared; sharing a module shares its parameters."""
     linear = torch.nn.Linear(64, 4, bias=False)
     linear.weight = torch.nn.Parameter(quantize(torch.randn(4, 64)), requires_grad=False)
     values, was_shared = linear.weight.dequantize(), linear.weight.is_shared()
@@ -25,7 +25,7 @@ def test_shared_memory(quantize: Any) -> None:
 
 @pytest.mark.parametrize("quantize", [MXTensor.to_mx, NVFP4Tensor.to_nvfp4], ids=["mx", "nvfp4"])
 def test_inference_mode(quantize: Any) -> None:
-    """A view made in it of a tensor from outside is no inference tensor; what is made in it is used outside too."""
+    """A view, created inside, of an outside tensor is not an inference tensor; inside tensors work outside too."""
     outside = quantize(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(3)).to(DEVICE))
     views = {
         "t": lambda t: t.transpose(-1, -2),

@@ -1,6 +1,6 @@
-"""Random chains of operations on random MXTensors: by value what the dequantised tensor gives, or a named refusal.
+"""Random chains of operations on random MXTensors: the dequantised tensor's values, or a refusal by name.
 
-Whether an operation keeps blocks whole is judged by where each value came from, not by the rules of MXTensor.
+The tests judge whether an operation keeps blocks whole by the origin of each value, not by the rules of MXTensor.
 """
 
 import math
@@ -14,7 +14,7 @@ from tests.mx.blocks import DEVICE, EVERY
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
 
-hypothesis = pytest.importorskip("hypothesis")  # beside another environment's torch it may be missing
+hypothesis = pytest.importorskip("hypothesis")  # may be missing in another torch environment
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 pytestmark = pytest.mark.plain
@@ -25,7 +25,7 @@ FORMS = {"max_examples": 250, "deadline": None, "derandomize": True}
 
 @st.composite
 def tensors(draw: Any, min_dims: int = 1, block_dim: int | None = None) -> MXTensor:
-    """Of any format, shape and block dimension; blocks of 16 and 32 too, which kernels know."""
+    """Tensors of any format, shape and block dimension; also blocks of 16 and 32, which kernels support."""
     num_dims = draw(st.integers(min_dims, 4))
     block_size = draw(st.sampled_from((4, 16, 32)))
     shape = draw(st.lists(st.integers(1, 4), min_size=num_dims, max_size=num_dims))
@@ -50,7 +50,7 @@ def _view(draw: Any, x: torch.Tensor) -> Operation:
 
 def _slice(draw: Any, x: torch.Tensor) -> Operation:
     dim = draw(st.integers(-x.dim(), x.dim() - 1))
-    # Often on the boundaries of blocks.
+    # Often at block boundaries.
     unit = draw(st.sampled_from((1, 2, 4, 16, 32)))
     first, last = (unit * draw(st.integers(0, x.shape[dim] // unit)) for _ in range(2))
     step = draw(st.sampled_from((1, 1, 1, 2)))
@@ -131,7 +131,7 @@ def _blocks(origins: torch.Tensor, dim: int, block_size: int) -> set[tuple[int, 
 
 
 def _blocks_stay(origins: torch.Tensor, block_size: int, blocks: set[tuple[int, ...]]) -> list[int]:
-    """Dimensions along which a tensor of origins is made of whole `blocks`."""
+    """Dimensions along which a tensor of origins consists of whole `blocks`."""
     found = []
     for dim in range(-origins.dim(), 0):
         if origins.shape[dim] % block_size == 0:
@@ -143,7 +143,7 @@ def _blocks_stay(origins: torch.Tensor, block_size: int, blocks: set[tuple[int, 
 @settings(**FORMS)
 @given(data=st.data())
 def test_views_and_copies(data: Any) -> None:
-    """Values, shape, contiguity and scales of what keeps blocks whole; InputError where a block would be cut."""
+    """Operations that keep blocks whole give right values, shape, contiguity and scales; others raise InputError."""
     mx = data.draw(tensors())
     plain = mx.dequantize().contiguous()
     origins = torch.arange(plain.numel(), device=plain.device).view(plain.shape)
@@ -166,7 +166,7 @@ def test_views_and_copies(data: Any) -> None:
             got = operation(mx)
         except InputError as error:
             assert "dequantize()" in str(error)
-            # Rows picked one by one along the blocks are refused even if they happen to be whole blocks.
+            # Rows selected one by one along the blocks are refused even if they form whole blocks by chance.
             assert not stay or make in (_index, _select, _slice), (operation, stay)
             return
         assert stay is None or got.block_dim in stay
@@ -174,7 +174,7 @@ def test_views_and_copies(data: Any) -> None:
         scale[got.block_dim] //= got.block_size
         assert isinstance(got, MXTensor) and list(got.scale.shape) == scale
         assert (got.shape, got.dtype, got.elem_dtype) == (wanted.shape, wanted.dtype, mx.elem_dtype)
-        if make is _index:  # the order in memory of what an index gathers is torch's own affair
+        if make is _index:  # torch decides the memory order of an index result
             got, wanted, origins = got.contiguous(), wanted.contiguous(), origins.contiguous()
         assert got.is_contiguous() == wanted.is_contiguous()
         assert torch.equal(got.dequantize(), wanted)
@@ -184,7 +184,7 @@ def test_views_and_copies(data: Any) -> None:
 
 
 def test_blocks_that_stay_are_found() -> None:
-    """The judge above is not blind: halves of blocks, other order, whole blocks."""
+    """The judge above distinguishes halves of blocks, another order, and whole blocks."""
     start = torch.arange(32).view(4, 8)
     blocks = _blocks(start, -1, 4)
     assert _blocks_stay(start, 4, blocks) == [-1]
@@ -215,7 +215,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
     left=st.sampled_from([None, *EVERY.values()]), right=st.sampled_from(list(EVERY.values())), rows=st.integers(1, 5)
 )
 def test_products_and_comparisons(product: Any, left: Any, right: Any, rows: int) -> None:
-    """Those of the dequantised tensors, bit for bit; any two formats, or one beside a plain tensor."""
+    """Bit-identical to the dequantised tensors; any two formats, or one and a plain tensor."""
     generator = torch.Generator().manual_seed(rows)
     a, b = (torch.randn(n, 64, generator=generator).bfloat16().to(DEVICE) for n in (rows, 5))
     bias = torch.randn(5, generator=generator).bfloat16().to(DEVICE)
@@ -224,7 +224,7 @@ def test_products_and_comparisons(product: Any, left: Any, right: Any, rows: int
     got = product(left_mx, right_mx, bias)
     wanted = product(a if left is None else left_mx.dequantize(), right_mx.dequantize(), bias)
     assert type(got) is torch.Tensor
-    # Two calls of one product may differ on a GPU, where they need not take the same kernel.
+    # On a GPU two calls of one product may use different kernels and so differ.
     error = 0 if DEVICE == "cpu" or got.dtype == torch.bool else 2**-7
     torch.testing.assert_close(got, wanted, rtol=error, atol=error * 8)
 
@@ -232,7 +232,7 @@ def test_products_and_comparisons(product: Any, left: Any, right: Any, rows: int
 @settings(**{**FORMS, "max_examples": 40})
 @given(mx=tensors(min_dims=2), other=tensors(min_dims=2))
 def test_copies_and_equality(mx: MXTensor, other: MXTensor) -> None:
-    """copy_ within a format and shape, and nowhere else; equality is that of values, whatever the bytes."""
+    """copy_ works only within one format and shape; equality compares values, whatever the bytes."""
     alike = all(getattr(mx, n) == getattr(other, n) for n in ("elem_dtype", "block_size", "block_dim", "shape"))
     assert torch.equal(mx, mx.dequantize()) and torch.equal(mx, mx.clone())
     assert torch.equal(mx, other) == (mx.shape == other.shape and torch.equal(mx.dequantize(), other.dequantize()))

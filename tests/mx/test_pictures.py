@@ -1,4 +1,4 @@
-"""The page about formats shows what the formats do, and its pictures can be drawn."""
+"""The figures of the page about formats are as computed, and its pictures can be drawn."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -22,7 +22,7 @@ def test_tables_of_the_page_are_those_computed() -> None:
     errors = [[name, f"{bits:g}", *map(str, values)] for name, (bits, values) in pictures.error_table().items()]
     modes = [[mode, *map(str, values)] for mode, values in pictures.mode_table().items()]
     assert rows == errors + modes
-    # What the page says of them.
+    # Statements of the page about these figures.
     table = {row[0]: [float(value) for value in row[2:]] for row in errors}
     assert table["MX e4m3"][0] >= 18 and all(values[0] >= 13 for values in table.values())
     assert table["NVFP4"][2] < table["MX e2m1"][2] and table["NVFP4"][0] > table["MX e2m1"][0]
@@ -30,7 +30,7 @@ def test_tables_of_the_page_are_those_computed() -> None:
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3, E2M1], ids=lambda fmt: fmt.name)
 def test_grids_have_every_value(fmt: object) -> None:
-    """Those of torch's dtypes; by count and ends where torch has none."""
+    """All values of torch's dtypes; for formats without a torch dtype, count and extremes."""
     values = pictures.positive_values(fmt)
     assert values == sorted(set(values)) and values[-1] == fmt.max_pos
     if fmt.bits == 8:
@@ -42,7 +42,7 @@ def test_grids_have_every_value(fmt: object) -> None:
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_can_be_drawn(name: str, tmp_path: Path) -> None:
-    """And are in the folder, each with its axes named."""
+    """Each picture appears in the folder, with its axes named."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     pictures.PICTURES[name](tmp_path / name)
     for folder in (tmp_path, FOLDER):

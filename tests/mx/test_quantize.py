@@ -1,4 +1,4 @@
-"""Quantising kernels, and the torch arithmetic of MXTensor, give the oracle's bytes on every input."""
+"""Quantising kernels and the torch arithmetic of MXTensor give the oracle's bytes on every input."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from triton_ep.reference import mxfp8 as reference
 
 E4M3 = torch.float8_e4m3fn
 
-# Group boundaries of [R, H]: sizes that are and are not multiples of 32, empty groups at either end, rows behind.
+# Group boundaries of [R, H]: sizes that are and are not multiples of 32, empty groups at either end, unused last rows.
 GROUPS = {
     "none": (100, None),
     "one": (64, [0, 64]),
@@ -43,7 +43,7 @@ def _on_device(offsets: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", ELEMENTS)
 def test_every_structured_block_is_the_references(elem: str, mode: str, dtype: torch.dtype) -> None:
-    """Zeros, subnormals, NaN, infinities, ties, every exponent with every mantissa at which a rule turns."""
+    """Zeros, subnormals, NaN, infinities, ties, every exponent with every mantissa at which a rule's result changes."""
     x = structured(elem, dtype)
     codes, scale = reference.quantize(x, ELEMENTS[elem], mode)
     by_kernel = ops.quantize_rows(x.to(DEVICE), ELEMENTS[elem], mode)
@@ -56,7 +56,7 @@ def test_every_structured_block_is_the_references(elem: str, mode: str, dtype: t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("elem", ELEMENTS)
 def test_ten_million_random_values_are_the_references(elem: str, dtype: torch.dtype) -> None:
-    """A quarter of them in each mode."""
+    """A quarter of the values in each mode."""
     for seed, mode in enumerate(MODES):
         x = random_bits(2_621_440, dtype, seed)
         codes, scale = reference.quantize(x, ELEMENTS[elem], mode)
@@ -91,7 +91,7 @@ def test_ten_million_random_values_per_mode_on_a_gpu(elem: str, dtype: torch.dty
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int32_counts() -> None:
-    """The last blocks of 2**31 + 2**21 elements are quantised where they are."""
+    """The last blocks of 2**31 + 2**21 elements are quantised correctly."""
     hidden = 4096
     rows = (2**31 + 2**21) // hidden
     x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device="cuda")
@@ -110,7 +110,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 @pytest.mark.parametrize("hidden", [32, 1056])
 @pytest.mark.parametrize("case", GROUPS)
 def test_columns_and_both_are_the_references(case: str, hidden: int) -> None:
-    """Blocks start anew at each group; short blocks, empty groups and rows behind the groups included."""
+    """Blocks start again at each group; short blocks, empty groups and rows past the last group included."""
     x, offsets = _grouped(case, hidden, torch.bfloat16)
     column_codes, column_scale = reference.quantize_columns(x, offsets)
     row_codes, row_scale = reference.quantize(x)
@@ -129,7 +129,7 @@ def test_columns_and_both_are_the_references(case: str, hidden: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", ELEMENTS)
 def test_both_in_every_format(elem: str, mode: str, dtype: torch.dtype) -> None:
-    """Both directions at once, of structured blocks that lie across the groups."""
+    """Both directions at once, on structured blocks that cross group boundaries."""
     x = structured(elem, dtype)[::11].flatten()
     x = x[: len(x) // 96 * 96].view(-1, 96)
     offsets = torch.tensor([0, 7, 39, len(x)], dtype=torch.int32)
@@ -141,7 +141,7 @@ def test_both_in_every_format(elem: str, mode: str, dtype: torch.dtype) -> None:
 
 
 def test_columns_of_any_width() -> None:
-    """A width that is no multiple of 32, which only rows need."""
+    """The width need not be a multiple of 32, which only row blocks require."""
     x = torch.randn(70, 41, generator=torch.Generator().manual_seed(2))
     offsets = torch.tensor([0, 40, 70], dtype=torch.int32)
     for got, want in zip(
@@ -168,7 +168,7 @@ def test_every_scale_and_element_is_dequantised(elem: str) -> None:
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_columns_are_dequantised_by_group(case: str) -> None:
-    """What was quantised comes back within the rounding of e4m3; rows behind the groups are zero, whatever is there."""
+    """Values return within the rounding of e4m3; rows past the last group become zero, whatever they held."""
     rows, bounds = GROUPS[case]
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16).to(DEVICE)
     offsets = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
@@ -176,13 +176,13 @@ def test_columns_are_dequantised_by_group(case: str) -> None:
     codes, scale = ops.quantize_columns(x, offsets)
     codes.view(torch.uint8)[end:] = 0x7F
     values = ops.dequantize_columns(codes, scale, offsets)
-    # Half a unit of 3 mantissa bits; of the smallest elements half their step, 2**-10, at a scale below 4 / 256.
+    # Half a unit of 3 mantissa bits; for the smallest elements half their step, 2**-10, at a scale below 4 / 256.
     torch.testing.assert_close(values[:end], x[:end], rtol=2.0**-4, atol=2.0**-10 * 4 / 256)
     assert torch.equal(values[end:], torch.zeros_like(values[end:]))
 
 
 def test_strided_rows_and_no_rows() -> None:
-    """A slice of columns is quantised as its copy; nothing is quantised to nothing."""
+    """A slice of columns is quantised like its copy; empty tensors give empty tensors."""
     x = torch.randn(6, 192, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     for got, want in zip(ops.quantize_rows(x[:, 64:128]), ops.quantize_rows(x[:, 64:128].clone()), strict=True):
         assert_same_bytes(got, want, "slice")
@@ -195,7 +195,7 @@ def test_strided_rows_and_no_rows() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 def test_other_block_sizes(block_size: int) -> None:
-    """The torch arithmetic takes any."""
+    """The torch arithmetic takes any block size."""
     x = random_bits(64 * 128, torch.float32, seed=block_size).view(-1, 128)
     for mode in MODES:
         got = arithmetic.quantize(x, elem_format(E4M3), ScalingMode(mode), block_size)
@@ -204,7 +204,7 @@ def test_other_block_sizes(block_size: int) -> None:
 
 
 def test_modes_by_any_name() -> None:
-    """Strings in any case, the enum, and other enums with the same names; the kernels know all of them."""
+    """Strings in any case, the enum, and other enums with the same names; the kernels support all modes."""
     import enum
 
     other = enum.Enum("Other", {"RCEIL": 7, "FLOOR": 8})
@@ -232,7 +232,7 @@ def test_modes_by_any_name() -> None:
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, text: str) -> None:
-    """Shapes, dtypes and modes that cannot be, each with what was given."""
+    """Invalid shapes, dtypes and modes; each error names the given value."""
     with pytest.raises(InputError, match=text):
         call(torch.zeros(4, 64, device=DEVICE))
 
@@ -240,7 +240,7 @@ def test_mistakes_are_named(call, text: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="of a GPU the host does not read offsets")
 @pytest.mark.parametrize("starts", [[-5, 3], [1, 4], [0, 4, 2, 5], [0, 6], [0, -1]])
 def test_wrong_offsets_are_refused_where_the_host_can_read_them(starts: list[int]) -> None:
-    """Before memory in front of the rows, or behind them, is touched."""
+    """The error comes before any access to memory before or after the rows."""
     x, offsets = torch.zeros(5, 32), torch.tensor(starts, dtype=torch.int32)
     elements, scale = ops.quantize_columns(x, torch.tensor([0] * len(starts), dtype=torch.int32))
     for call in (

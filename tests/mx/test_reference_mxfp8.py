@@ -23,7 +23,7 @@ from triton_ep.reference import mxfp8 as reference
 
 BIGGEST = (2 - 2**-23) * 2.0**127
 
-# (format, mode, the one value of the block that is not zero, its scale byte, its element)
+# (format, mode, the only non-zero value of the block, its scale byte, its element)
 TABLE = [
     ("e4m3", "rceil", 0.0, 0, 0x00),
     ("e4m3", "rceil", -0.0, 0, 0x80),
@@ -79,7 +79,7 @@ def _by_kernel(x: torch.Tensor, elem: str, mode: str) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("quantize", [_by_reference, _by_torch, _by_kernel])
 @pytest.mark.parametrize("elem, mode, value, scale, element", TABLE)
 def test_values_worked_out_by_hand(quantize, elem: str, mode: str, value: float, scale: int, element: int) -> None:
-    """Scale and element of one value, whichever its lane; the zeros beside it are zeros, or NaN."""
+    """Scale and element of one value in any lane; the zeros around it stay zeros, or become NaN."""
     x = torch.diag(torch.full((32,), value)) if value != 0 else torch.full((32, 32), value)
     codes, scales = quantize(x, elem, mode)
     codes = codes.view(torch.uint8)
@@ -93,7 +93,7 @@ def test_values_worked_out_by_hand(quantize, elem: str, mode: str, value: float,
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("elem", ELEMENTS)
 def test_reference_is_the_model_in_fractions(elem: str, mode: str, dtype: torch.dtype) -> None:
-    """Special values, ties, exponents and random bits, some hundred blocks of each."""
+    """Special values, ties, exponents and random bits, a few hundred blocks of each."""
     edges = every_exponent()
     x = torch.cat([special_values(), every_tie(elem)[::3], edges[:: len(edges) // 300], random_bits(2048, dtype, 3)])
     x = x.to(dtype)
@@ -118,7 +118,7 @@ def test_every_scale_and_element_is_read_back(elem: str) -> None:
 
 
 def test_columns_are_rows_of_the_transpose() -> None:
-    """Without groups, 64 rows are two blocks per column."""
+    """Without groups, 64 rows form two blocks per column."""
     x = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
     codes, scale = reference.quantize_columns(x)
     rows, row_scale = reference.quantize(x.T.contiguous())
@@ -127,6 +127,6 @@ def test_columns_are_rows_of_the_transpose() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    """By the oracle too."""
+    """The oracle refuses it too."""
     with pytest.raises(ValueError, match="nearest"):
         reference.quantize(torch.zeros(1, 32), scaling_mode="nearest")

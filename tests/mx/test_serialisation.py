@@ -34,7 +34,7 @@ def _x(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _state() -> dict[str, torch.Tensor]:
-    """Every kind and format, transposed, sliced, swizzled, empty, beside plain tensors of several dtypes."""
+    """Every kind and format, transposed, sliced, swizzled, empty, and plain tensors of several dtypes."""
     x = _x(64, 128)
     outer = (x.abs().max() / 2688).float()
     return {
@@ -85,7 +85,7 @@ print({k: (type(state[k]).__name__, v.double().sum().item()) for k, v in values.
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 def test_a_fresh_process_loads_it(kind: str, tmp_path: Path) -> None:
-    """One that has imported triton_ep.mx and nothing else of ours; torch.load with weights_only=True."""
+    """The process has imported only triton_ep.mx of this package; torch.load with weights_only=True."""
     state = {name: tensor.cpu() for name, tensor in _state().items()}
     path = tmp_path / f"state.{kind}"
     (save_safetensors if kind == "safetensors" else torch.save)(state, path)
@@ -99,7 +99,7 @@ def test_a_fresh_process_loads_it(kind: str, tmp_path: Path) -> None:
 
 
 def test_safetensors_keep_everything(tmp_path: Path) -> None:
-    """Bytes and formats; text of one's own in the header; no file is left behind by a failure."""
+    """Bytes and formats are kept, and the caller's text in the header; a failure leaves no file behind."""
     state = _state()
     save_safetensors(state, tmp_path / "s", {"model": "tiny"})
     _assert_same(load_safetensors(tmp_path / "s", DEVICE), state)
@@ -117,7 +117,7 @@ def _saved(state: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and data, read by the format's description alone."""
+    """Header and data, read as the format's description says."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert (8 + length) % 8 == 0
@@ -147,7 +147,7 @@ def test_the_file_is_what_the_format_says(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_package_agrees(tmp_path: Path) -> None:
-    """It reads what is written here, and what it writes is read here."""
+    """It reads files written here, and its files are read here."""
     package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
     state = _state()
     save_safetensors(state, tmp_path / "ours")
@@ -157,14 +157,14 @@ def test_the_safetensors_package_agrees(tmp_path: Path) -> None:
     for name, tensor in plain.items():
         one, other = (each.contiguous().view(-1).view(torch.uint8) for each in (loaded[name], tensor))
         assert torch.equal(one, other), name
-    # It refuses tensors that share memory, as those two do that were given one per-tensor scale.
+    # The package refuses tensors that share memory, as do the two tensors with one per-tensor scale.
     plain = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in plain.items()}
     package.save_file(plain, tmp_path / "theirs", metadata)
     _assert_same(load_safetensors(tmp_path / "theirs", DEVICE), state)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A newer version, missing parts, a cut file, something else altogether."""
+    """A newer version, missing parts, a truncated file, another file type."""
     save_safetensors({"w": MXTensor.to_mx(_x(4, 64))}, tmp_path / "s")
     header, data = _header(tmp_path / "s")
     newer = json.loads(json.dumps(header).replace(r"\"version\": 1", r"\"version\": 2"))
@@ -228,7 +228,7 @@ _ABOUT = {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}
     ],
 )
 def test_files_of_anybody_are_refused_by_name(header: Any, text: str, tmp_path: Path) -> None:
-    """Whatever a header says, the error is an InputError; what the format forbids is not read as something else."""
+    """Whatever a header says, the error is an InputError; forbidden contents are not read as something else."""
     told = header if isinstance(header, str) else json.dumps(header)
     (tmp_path / "s").write_bytes(len(told.encode()).to_bytes(8, "little") + told.encode() + bytes(8))
     with pytest.raises(InputError, match=text):
@@ -236,7 +236,7 @@ def test_files_of_anybody_are_refused_by_name(header: Any, text: str, tmp_path: 
 
 
 def test_nothing_is_lost_without_a_word(tmp_path: Path) -> None:
-    """A tensor by the name of the header's text, and text that is none, are refused; nothing is written."""
+    """A tensor with the header text's reserved name and metadata that is not text are refused; nothing is written."""
     for state, metadata, text in (
         ({"__metadata__": torch.ones(2)}, None, "header's own name"),
         ({"a": torch.ones(2)}, {"epoch": 3}, "text by text"),
@@ -247,7 +247,7 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path) -> None:
 
 
 def test_other_files_stay_loadable(tmp_path: Path) -> None:
-    """A safetensors file of plain tensors, with or without metadata of others."""
+    """A safetensors file of plain tensors, with or without other programs' metadata."""
     _write(tmp_path / "s", {"a": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}, b"\1\0\0\0\2\0\0\0")
     assert load_safetensors(tmp_path / "s")["a"].tolist() == [1, 2]
     _write(tmp_path / "s", {"__metadata__": {"format": "pt"}}, b"")
@@ -264,7 +264,7 @@ def test_other_files_stay_loadable(tmp_path: Path) -> None:
     ids=lambda each: type(each).__name__,
 )
 def test_state_dicts_of_models_go_round(config: Any, tmp_path: Path) -> None:
-    """Converted, saved, loaded into a model that was converted alike: the same outputs; formats that differ say so."""
+    """Converted, saved, loaded into a model converted alike: the same outputs; different formats are refused."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -285,7 +285,7 @@ def test_state_dicts_of_models_go_round(config: Any, tmp_path: Path) -> None:
 
 
 def test_requires_grad_is_kept() -> None:
-    """As pickle keeps it of any tensor."""
+    """requires_grad is kept as pickle keeps it for any tensor."""
     leaf = MXTensor.to_mx(_x(2, 32)).requires_grad_()
     assert pickle.loads(pickle.dumps(leaf)).requires_grad
     assert not pickle.loads(pickle.dumps(leaf.detach())).requires_grad

@@ -1,4 +1,4 @@
-"""Scales in tiles of 128 x 4, as block-scaled tensor cores read them: every byte where the layout puts it, and back."""
+"""Scales in tiles of 128 x 4, as block-scaled tensor cores read them: the place of every byte, and back."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.plain
 
 
 def _scale(*shape: int) -> torch.Tensor:
-    """Bytes that differ from their neighbours and are not 0."""
+    """Bytes that are not 0 and differ from their neighbours."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 251 + 1).view(shape).to(torch.uint8).to(DEVICE)
 
 
 def _tiles(scale: torch.Tensor, first_row: int = 0, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The layout, byte by byte; rows from `first_row` of a larger matrix `into`."""
+    """Write the layout byte by byte; rows start at `first_row` of a larger matrix `into`."""
     num_rows, num_columns = scale.shape
     tiles_per_row = -(-num_columns // 4)
     out = torch.zeros(-(-num_rows // 128) * tiles_per_row * 512, dtype=torch.uint8) if into is None else into
@@ -29,7 +29,7 @@ def _tiles(scale: torch.Tensor, first_row: int = 0, into: torch.Tensor | None = 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 5), (300, 9), (256, 32), (0, 4), (5, 0)])
 def test_tiles_and_back(shape: tuple[int, int]) -> None:
-    """Any sizes; what fills the tiles up is zero; the dtype stays."""
+    """Any sizes; the padding of tiles is zero; the dtype stays."""
     scale = _scale(*shape)
     blocked = swizzle.to_blocked(scale)
     assert blocked.tolist() == _tiles(scale).tolist()
@@ -40,7 +40,7 @@ def test_tiles_and_back(shape: tuple[int, int]) -> None:
 
 
 def test_experts_are_matrices_of_their_own() -> None:
-    """Leading dimensions; and the two-dimensional shape that other libraries give the same bytes."""
+    """Leading dimensions, and the two-dimensional shape that other libraries use for the same bytes."""
     scale = _scale(2, 3, 140, 6)
     blocked = swizzle.to_blocked(scale)
     assert blocked.shape == (2, 3, 2 * 2 * 512)
@@ -55,7 +55,7 @@ SIZES = {"ragged": (130, 0, 1, 128), "none": (0, 0), "aligned": (128, 256), "one
 @pytest.mark.parametrize("spare", [0, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_groups_of_rows(sizes: tuple[int, ...], spare: int) -> None:
-    """Each group starts at a tile; rows after the last group are left out; the buffer fits any groups."""
+    """Each group starts at a tile; rows past the last group are left out; the buffer fits any groups."""
     scale = _scale(sum(sizes) + spare, 5)
     ends = torch.tensor(sizes).cumsum(0).int().to(DEVICE)
     got = swizzle.grouped_rows_to_blocked(scale, ends)
@@ -71,7 +71,7 @@ def test_groups_of_rows(sizes: tuple[int, ...], spare: int) -> None:
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("sizes", [(5, 0, 1, 8), (4, 4), (0,), (1,) * 5], ids=str)
 def test_groups_of_columns(sizes: tuple[int, ...], spare: int) -> None:
-    """Each group is a matrix with tiles of its own, one after the other."""
+    """Each group is a separate matrix with its own tiles; groups are stored in order."""
     scale = _scale(150, sum(sizes) + spare)
     ends = torch.tensor(sizes).cumsum(0).int().to(DEVICE)
     got = swizzle.grouped_columns_to_blocked(scale, ends)
@@ -93,6 +93,6 @@ def test_groups_of_columns(sizes: tuple[int, ...], spare: int) -> None:
     ],
 )
 def test_mistakes_are_named(call, text: str) -> None:
-    """Shapes and dtypes that cannot be."""
+    """Invalid shapes and dtypes."""
     with pytest.raises(InputError, match=text):
         call(_scale(4, 4))
