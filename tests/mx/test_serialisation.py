@@ -194,7 +194,7 @@ _ABOUT = {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("header", "text"),
     [
-        ("[1, 2]", "list where an object must be"),
+        ("[1, 2]", "list; it must be a JSON object"),
         ("{,", "cannot be read"),
         ('{"a":' * 100000, "cannot be read"),
         (json.dumps({"a": _ABOUT})[:-1] + ', "a": ' + json.dumps(_ABOUT) + "}", r"\['a'\] come twice"),

@@ -92,7 +92,7 @@ def test_two_micro_batches_in_flight(run_ranks, payload):
     run_ranks(_decode, 1, 2, payload)
 
 
-# --- what is not read -----------------------------------------------------------------------------------------
+# --- weights that are not read --------------------------------------------------------------------------------
 
 
 def _guarded(values: torch.Tensor, open_experts: list[int]) -> torch.Tensor:

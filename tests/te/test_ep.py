@@ -110,7 +110,7 @@ def _check_static(rank: int, nodes: int, ranks_per_node: int) -> None:
             assert rows.shape == (10, HIDDEN)
             assert buffer.total_recv_tokens.tolist() == [0 if rank else 8 * world_size]  # counts dropped rows too
         else:
-            with pytest.raises(CapacityError, match="6 rows more came than the 10"):
+            with pytest.raises(CapacityError, match="6 rows exceed the 10"):
                 te.ep_dispatch(buffer, *arguments)
         if drop:
             out = te.ep_combine(buffer, rows)

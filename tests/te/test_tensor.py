@@ -216,7 +216,7 @@ def test_kernels_follow_the_rule(elem_dtype: torch.dtype) -> None:
     assert not data[96:].any() and not scale[block:].any() and bool((scale[:block] == 254).any())
 
 
-# --- subclasses, and what storage stands for ------------------------------------------------------------------
+# --- subclasses, and the dtype of storage ---------------------------------------------------------------------
 
 
 class _Named(te.MXFP8Tensor):

@@ -30,7 +30,7 @@ def _check_shards(
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
             raise InputError(
-                f"a tensor that is {placement!r} on mesh dimension {mesh_dim} has no blocks yet; sum it up first: "
+                f"a tensor that is {placement!r} on mesh dimension {mesh_dim} cannot be quantised; reduce it first: "
                 "redistribute it as a plain DTensor."
             )
         if isinstance(placement, Shard) and placement.dim % len(shape) == axis:

@@ -184,7 +184,7 @@ def unflatten_state_dict(
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{name} is described as {context!r:.200}, which is no tensor: {error}.") from error
+            raise InputError(f"{name} is described as {context!r:.200}, not a valid tensor: {error}.") from error
     return state
 
 
@@ -203,7 +203,7 @@ def _json(text: Any, what: str) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{what} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise InputError(f"{what} is {type(values).__name__} where an object must be.")
+        raise InputError(f"{what} is {type(values).__name__}; it must be a JSON object.")
     return values
 
 
@@ -227,7 +227,7 @@ def save_safetensors(
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
-            raise InputError(f"{name} is {tensor.dtype}; safetensors has {sorted(_SAFETENSORS)}.")
+            raise InputError(f"{name} is {tensor.dtype}; safetensors supports {sorted(_SAFETENSORS)}.")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -313,4 +313,4 @@ def _check_places(places: list[tuple[int, int, str]], size: int, where: str) -> 
             )
         last = end
     if last != size:
-        raise InputError(f"{where!r} has {size} bytes of data, its tensors end at {last}. The file is not whole.")
+        raise InputError(f"{where!r} has {size} bytes of data, its tensors end at {last}. The file is incomplete.")

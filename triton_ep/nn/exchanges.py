@@ -166,7 +166,7 @@ class _Turns:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.what = ""
-        self.last: Any = None  # stream of the latest pass outside of a capture
+        self.last: Any = None  # stream of the latest pass outside a capture
         self.captured: Any = None  # stream of all captures
         self.told: torch.Tensor | None = None  # host copy of the overflow counter, complete once `event` is
         self.event: torch.cuda.Event | None = None

@@ -88,7 +88,7 @@ class SwiGLUExperts(nn.Module):
                 f'prepared={prepared!r} is for payload="mxfp8"; bf16 products read the weights themselves.'
             )
         if separate and not gated:
-            raise ConfigError("separate=True parts w13 of gated experts; with gated=False there is no w3.")
+            raise ConfigError("separate=True splits w13 of gated experts; with gated=False there is no w3.")
         self.hidden, self.ffn, self.num_local_experts = hidden, ffn, num_local_experts
         self.first_expert = first_expert
         self.num_experts = num_local_experts if num_experts is None else num_experts
@@ -243,7 +243,7 @@ class SwiGLUExperts(nn.Module):
             rows, row_weights, desc = over.layer.dispatch(x, ids, weights)
             return over.layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
 
-    # --- parameters as the op of torch.library takes them: those of the module, in the order of its names --------
+    # --- parameters for the op of torch.library: the module's own, in the order of their names -------------------
 
     def local_parameters(self) -> list[torch.Tensor]:
         """This rank's parts of w13 (or w1, w3), w2, and the biases in the same order."""

@@ -355,7 +355,7 @@ def _check_overflow(buffer: EpBuffer, desc: EPAllToAllLayoutDesc) -> None:
     lost = int(desc.overflow)
     if lost:
         raise CapacityError(
-            f"ep_dispatch: {lost} rows more came than the {buffer.recv_capacity_per_rank} of recv_capacity_per_rank. "
+            f"ep_dispatch: {lost} rows exceed the {buffer.recv_capacity_per_rank} of recv_capacity_per_rank. "
             "Raise it, or pass drop_on_overflow=True to ep_bootstrap."
         )
 

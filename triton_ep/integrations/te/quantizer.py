@@ -126,7 +126,7 @@ class MXFP8Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         if isinstance(tensor, MXFP8TensorStorage | MXTensor):
-            raise InputError("the tensor is in MXFP8 already; dequantize it to quantise it anew.")
+            raise InputError("the tensor is in MXFP8 already; dequantize it to quantise it again.")
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"a quantiser takes a torch.Tensor, got {type(tensor).__name__}.")
         if dtype is not None:

@@ -71,7 +71,7 @@ class autocast:
         if self._entry is not None:
             raise RuntimeError(
                 "autocast: this instance cannot be entered more than once concurrently, and its region has not ended. "
-                "Make another instance."
+                "Create another instance."
             )
         check.flag("enabled", self.enabled)
         self._entry = state.enter_region(

@@ -99,7 +99,7 @@ class MXFP8TensorStorage:
         self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self._fp8_dtype, self._quantizer, self._with_gemm_swizzled_scales = fp8_dtype, quantizer, swizzled
 
-    # --- what is there ------------------------------------------------------------------------------------
+    # --- directions and parts -----------------------------------------------------------------------------
 
     @property
     def _any_data(self) -> torch.Tensor:
@@ -179,7 +179,7 @@ class MXFP8TensorStorage:
         )
         if sizes[-1:] != self._any_data.shape[-1:]:
             raise InputError(
-                f"MXFP8 of {list(self._any_data.shape)} cannot be viewed as {list(sizes)}: blocks would end."
+                f"MXFP8 of {list(self._any_data.shape)} cannot be viewed as {list(sizes)}: it would cut blocks."
             )
         parts = self.get_metadata()
         for name in ("rowwise_data", "columnwise_data"):

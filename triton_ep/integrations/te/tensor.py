@@ -56,7 +56,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     ) -> MXFP8Tensor:
         """Wrap elements and scales; nothing is copied."""
         if fake_dtype not in (None, dtype):
-            raise InputError(f"fake_dtype is {fake_dtype}, dtype {dtype}: a tensor stands for one. Pass one of them.")
+            raise InputError(f"fake_dtype is {fake_dtype}, dtype {dtype}: a tensor represents one dtype. Pass one.")
         if not isinstance(dtype, torch.dtype):
             raise InputError(f"dtype must be a torch.dtype, got {type(dtype).__name__}.")
         check_parts(rowwise_data, rowwise_scale_inv, False)
