@@ -65,7 +65,7 @@ def checkpoint(
         InputError: distribute_saved_activations.
     """
     if distribute_saved_activations:
-        raise InputError("checkpoint: distribute_saved_activations=True needs tensor parallelism, which is not supported.")
+        raise InputError("checkpoint: distribute_saved_activations=True needs tensor parallelism (not supported).")
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     recomputation = _Recomputation(current_state(), tracker, None if tracker is None else tracker.get_states())
     if not use_reentrant:
