@@ -132,7 +132,7 @@ def test_a_decorator_opens_a_region_per_call() -> None:
         """Depth of open regions."""
         return [_seen(), *(depth(calls - 1) if calls else [])]
 
-    assert depth.__doc__ == "How deep."
+    assert depth.__doc__ == "Depth of open regions."
     assert depth(2) == [(True, 3, 1), (True, 3, 2), (True, 3, 3)]
     with region:
         assert depth(0) == [(True, 3, 2)]
