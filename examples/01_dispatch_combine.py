@@ -1,7 +1,7 @@
-"""Dispatch and combine with rows that say where they come from.
+"""Dispatch and combine with rows that carry their origin.
 
-Rank r fills row t with (r, t, 1, 1, ...). Whoever owns an expert can so check that it got the right rows in
-the right order; the experts multiply by their number, and the combined rows must be x times the sum of those.
+Rank r fills row t with (r, t, 1, 1, ...), so the owner of an expert can check that it received the right rows in
+the right order. Expert i multiplies its rows by i, so a combined row must be x times the sum of its token's experts.
 
     python examples/01_dispatch_combine.py                         starts its own ranks, as 2 nodes
     torchrun --nproc-per-node 4 examples/01_dispatch_combine.py
@@ -18,7 +18,7 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 16, 64, 2, 8
 
 
 def experts_of(rank: int) -> torch.Tensor:
-    """[T, K] int32: the experts of a rank's tokens. Every rank can compute those of any other."""
+    """[T, K] int32: the experts of a rank's tokens. Every rank can compute them for any rank."""
     first = torch.arange(TOKENS) * (rank + 1) % EXPERTS
     return torch.stack([first, (first + 1 + rank % 3) % EXPERTS], dim=1).int()
 
@@ -42,7 +42,7 @@ def main() -> None:
     recv_x, _, layout_desc = layer.dispatch(x, topk_idx)
 
     mine = range(rank * EXPERTS // world_size, (rank + 1) * EXPERTS // world_size)
-    expected = [  # expert-major; inside an expert by source rank, then by token
+    expected = [  # expert-major; within an expert by source rank, then by token
         (source, int(token))
         for expert in mine
         for source in range(world_size)

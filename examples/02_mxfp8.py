@@ -1,8 +1,8 @@
-"""MXFP8 on the wire: the same dispatch in bf16 and with payload="mxfp8", beside each other.
+"""MXFP8 on the wire: the same dispatch in bf16 and with payload="mxfp8", compared.
 
-A row is quantised while it is sent: e4m3 elements, and one power-of-two scale (e8m0, a byte) per 32 of them. It
-arrives as an MXTensor, which the grouped GEMM takes as it is; combine stays in bf16. Shown, and asserted: bytes
-per row and over the links, error of rows and of combined results, and the parts of what arrives.
+Dispatch quantises a row as it sends it: e4m3 elements, and one power-of-two scale (e8m0, a byte) per 32 of them.
+Rows arrive as an MXTensor, which the grouped GEMM reads directly; combine stays in bf16. Prints and asserts the bytes
+per row and over the links, the error of rows and of combined results, and the parts of the received MXTensor.
 
     python examples/02_mxfp8.py                         starts its own ranks
     torchrun --nproc-per-node 4 examples/02_mxfp8.py
@@ -26,7 +26,7 @@ def sqnr(exact: torch.Tensor, seen: torch.Tensor) -> float:
 
 
 def sent_rows(topk_idx: torch.Tensor, rank: int, world_size: int) -> int:
-    """Rows that leave this rank, on one node: a token goes once to every other rank that has one of its experts."""
+    """Rows that leave this rank, on one node: each token goes once to every other rank that owns one of its experts."""
     owner = topk_idx * world_size // EXPERTS
     return sum(int((owner == peer).any(1).sum()) for peer in range(world_size) if peer != rank)
 
@@ -49,15 +49,15 @@ def main() -> None:
         rows, row_weights, desc = bf16_layer.dispatch(x, topk_idx, weights)
         mx_rows, mx_row_weights, mx_desc = mx_layer.dispatch(x, topk_idx, weights)
 
-        # What arrives: the same rows in the same order, as elements and scales.
+        # Received: the same rows in the same order, as elements and scales.
         assert torch.equal(desc.expert_offsets, mx_desc.expert_offsets) and torch.equal(row_weights, mx_row_weights)
         assert isinstance(mx_rows, MXTensor) and mx_rows.shape == rows.shape and mx_rows.dtype == torch.bfloat16
         assert mx_rows.qdata.dtype == torch.float8_e4m3fn and mx_rows.scale.dtype == torch.float8_e8m0fnu
-        expected = MXTensor.to_mx(rows)  # what quantising on arrival would have given
+        expected = MXTensor.to_mx(rows)  # the result of quantising the bf16 rows after they arrive
         assert torch.equal(mx_rows.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(mx_rows.scale.view(torch.uint8), expected.scale.view(torch.uint8))
 
-        # What it costs: bytes, and rounding to 4 significant bits.
+        # Cost: bytes, and rounding to 4 significant bits.
         row_bytes, mx_row_bytes = HIDDEN * 2, HIDDEN + HIDDEN // 32
         assert mx_rows.qdata[0].nbytes + mx_rows.scale[0].nbytes == mx_row_bytes
         blocks = rows.float().view(-1, 32)
@@ -67,7 +67,7 @@ def main() -> None:
         assert worst <= 2**-4, f"an element is off by {worst} of its block's largest"
         assert row_db > 30, f"rows have {row_db} dB"
 
-        # What follows: experts take the MXTensor as it is, and their bf16 results go back.
+        # Experts read the MXTensor directly; combine returns their bf16 results.
         out = grouped_gemm(rows, expert_w_t, desc.expert_offsets)
         mx_out = grouped_gemm(mx_rows, expert_w_t, mx_desc.expert_offsets)
         combined = bf16_layer.combine(out, desc, weights=row_weights)

@@ -1,8 +1,8 @@
 """A mixture-of-experts layer, `triton_ep.nn.MoE`, forward and backward in MXFP8, compared with a dense computation.
 
-Rows are quantised once, by the kernel that sends them, and multiplied by the tensor cores in FP8. In the backward pass
-gradients travel in MXFP8 as well. Printed: the signal-to-noise ratio, in dB, of the result and of every gradient
-against the same layer computed densely by torch, without experts in parallel and without MXFP8.
+The kernel that sends a row quantises it, once, and tensor cores multiply it in FP8. In the backward pass gradients
+travel in MXFP8 as well. Prints the signal-to-noise ratio, in dB, of the result and of every gradient, against the same
+layer computed densely by torch, without expert parallelism and without MXFP8.
 
     python examples/03_moe_layer.py                         starts its own ranks
     torchrun --nproc-per-node 4 examples/03_moe_layer.py
@@ -18,13 +18,13 @@ from triton_ep.distributed import current_heap, launched_by, run_ranks
 from triton_ep.nn import MoE, finalize_exchanges
 
 TOKENS, HIDDEN, FFN, TOPK, EXPERTS = 32, 128, 96, 2, 8
-# Rounding a tensor to e4m3 leaves 31.5 dB of it. Six of them make up the noise of y (x and w1 in one factor, x and w3
-# in the other, their product, w2): 31.5 - 10 log10(6) = 23.7 dB. Gradients pass one or two more.
+# Rounding a tensor to e4m3 leaves 31.5 dB. Six roundings make up the noise of y (x and w1 in one factor, x and w3 in
+# the other, their product, w2): 31.5 - 10 log10(6) = 23.7 dB. Gradients pass one or two more.
 LEAST_DB = {"y": 22, "dx": 21, "dw13": 21, "dw2": 21, "drouter": 21}
 
 
 def dense(x: torch.Tensor, router: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """The layer by torch alone, in float32: every expert on every token, with weight 0 where it was not chosen."""
+    """The layer in plain torch, in float32: every expert on every token, with weight 0 unless chosen."""
     x = x.float()
     scores, topk_idx = (x @ router.t()).softmax(-1).topk(TOPK, -1)
     weights = scores / scores.sum(-1, keepdim=True)
@@ -40,7 +40,7 @@ def sqnr(exact: torch.Tensor, seen: torch.Tensor) -> float:
 
 
 def of_all_experts(weight: torch.Tensor) -> torch.Tensor:
-    """[E, ...] float32 of the [e, ...] that every rank has."""
+    """All-gather of the [e, ...] of every rank, as [E, ...] float32."""
     parts = [torch.empty_like(weight, dtype=torch.float32) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, weight.detach().float())
     return torch.cat(parts)
@@ -51,18 +51,18 @@ def main() -> None:
     device = current_heap().device
 
     def normal(seed: int) -> torch.Tensor:
-        """The same numbers on every rank that asks."""
+        """Random rows [T, H], the same on every rank."""
         return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
 
-    torch.manual_seed(0)  # ranks that are seeded alike get the same router and, together, different experts
+    torch.manual_seed(0)  # with one seed, ranks draw the same router, and each its own experts
     moe = MoE(HIDDEN, FFN, num_experts=EXPERTS, topk=TOPK, max_tokens=TOKENS, payload="mxfp8")
-    xs = [normal(10 + r) for r in range(world_size)]  # of every rank, for the comparison
+    xs = [normal(10 + r) for r in range(world_size)]  # the inputs of all ranks, for the comparison
     grads = [normal(100 + r) for r in range(world_size)]
 
     x = xs[rank].clone().requires_grad_()
     y = moe(x)
     y.backward(grads[rank])
-    # Experts got the tokens of all ranks; the router is on every rank, and saw those of its own.
+    # Experts saw the tokens of all ranks. The router is replicated and saw only this rank's tokens.
     dist.all_reduce(moe.router.weight.grad)
 
     experts = moe.experts

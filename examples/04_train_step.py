@@ -1,15 +1,15 @@
 """A small transformer with MoE layers, trained in MXFP8 and, from several seeds, in bf16: are the losses the same?
 
-The task is a Markov chain: every token has four possible successors, with probabilities that do not change, so no
-model gets below the chain's entropy, and a good one comes close to it. All runs see the same tokens. Attention and
-routers are on every rank, their gradients are summed over ranks; experts are sharded, and their gradients are whole
-where they are. All MoE layers share one exchange. Losses go to a CSV file and a picture; printed is the mean loss of
-the last sixth of the steps, and whether that of MXFP8 is within 1 % of bf16's or inside of the spread of its seeds.
+The task is a Markov chain: every token has four possible successors with fixed probabilities. No model gets below the
+chain's entropy, and a good one comes close to it. All runs see the same tokens. Attention and routers are replicated,
+and their gradients summed over ranks; experts are sharded, and each rank has the whole gradients of its experts. All
+MoE layers share one exchange. Writes losses to a CSV file and a picture. Prints the mean loss of the last sixth of the
+steps, and whether the mean in MXFP8 is within 1 % of the mean in bf16 or inside the spread of the bf16 seeds.
 
     python examples/04_train_step.py                         starts its own ranks
     torchrun --nproc-per-node 4 examples/04_train_step.py
     mpirun -np 4 python examples/04_train_step.py
-    ... --steps 300 --seeds 3 --hidden 512 --ffn 512 --sequences 8 --length 256 --experts 16     what GPUs do by default
+    ... --steps 300 --seeds 3 --hidden 512 --ffn 512 --sequences 8 --length 256 --experts 16     the defaults on GPUs
 """
 
 import argparse
@@ -83,14 +83,14 @@ class Model(nn.Module):
         return self.head(rms_norm(x, x.shape[-1:]))
 
     def balance(self) -> torch.Tensor:
-        """The losses that the routers of the latest forward pass have returned; 1 each if experts get the same."""
+        """Mean auxiliary loss of the routers in the latest forward pass; 1 if all experts get equally many tokens."""
         return torch.stack([block.moe.last_aux for block in self.blocks]).mean()
 
 
 class MasterAdam:
-    """Adam over float32 copies of the parameters: bf16 ones are too coarse to add small steps to.
+    """Adam over float32 copies of the parameters: bf16 parameters are too coarse for small updates.
 
-    The rate rises over the first steps and falls to zero by the last, so that the last losses tell the runs apart.
+    The learning rate rises over the first steps and falls to zero by the last, so the last losses separate the runs.
     """
 
     def __init__(self, model: Model, lr: float, steps: int):
@@ -103,7 +103,7 @@ class MasterAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """By the gradients of the parameters, which are gone then."""
+        """Update the parameters from their gradients, and clear the gradients."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
         self.adam.step()
@@ -127,11 +127,11 @@ def sequences(args: argparse.Namespace, step: int, rank: int) -> torch.Tensor:
 def train(args: argparse.Namespace, payload: str | None, seed: int) -> list[float]:
     """Loss of every step, the mean over the tokens of all ranks. Collective."""
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), current_heap().device
-    torch.manual_seed(seed)  # on all ranks: the same routers and attention, and different experts
+    torch.manual_seed(seed)  # on all ranks: same routers and attention, different experts
     model = Model(args, payload).to(device)
     optimizer = MasterAdam(model, args.lr, args.steps)
     sharded = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}
-    num_tokens = world_size * args.sequences * args.length  # of all ranks, so that gradients are summed, not averaged
+    num_tokens = world_size * args.sequences * args.length  # over all ranks, so gradients are summed, not averaged
     losses = torch.zeros(args.steps, device=device)
     for step in range(args.steps):
         ids = sequences(args, step, rank).to(device)
@@ -155,7 +155,7 @@ def store(path: str, runs: dict[str, list[float]]) -> None:
 
 
 def draw(path: str, runs: dict[str, list[float]]) -> str:
-    """Write the picture, and say where it is or why it is not."""
+    """Write the picture; return its place, or the reason why none was written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,8 +1,8 @@
-"""Decoding steps with two micro-batches: while the rows of one are on their way, the other one computes.
+"""Decoding steps with two micro-batches: one computes while the rows of the other are in flight.
 
 Each micro-batch has a low-latency layer of its own. `return_recv_hook=True` launches the sending half of a call; the
-hook launches the half that waits. Between the two lies work of the other micro-batch, all on one stream. The
-experts multiply by their number, and what comes back must be x times the sum of a token's experts.
+hook launches the receiving half. The other micro-batch computes between the two, all on one stream. Expert i multiplies
+its rows by i, so a combined row must be x times the sum of its token's experts.
 
     python examples/05_overlap.py                         starts its own ranks
     torchrun --nproc-per-node 4 examples/05_overlap.py
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from triton_ep import EPAll2AllLayer, EPAllToAllLayoutDesc, finalize_distributed, initialize_distributed
 from triton_ep.distributed import current_heap, launched_by, run_ranks
 
-STEPS, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 8, 64, 2, 8  # TOKENS: of a micro-batch
+STEPS, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 8, 64, 2, 8  # TOKENS: per micro-batch
 
 
 def apply_experts(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, first: int) -> torch.Tensor:
-    """Every row times the number of its expert, the `first` of which is this rank's. No wait on the host."""
+    """Every row times the number of its expert; `first` is this rank's first expert. The host does not wait."""
     row = torch.arange(rows.shape[0], device=rows.device)
     expert = first + torch.searchsorted(desc.expert_offsets[1:], row.int(), right=True)
     return rows * expert[:, None].to(rows.dtype)
@@ -31,7 +31,7 @@ def main() -> None:
     first = rank * EXPERTS // world_size
     draw = torch.Generator().manual_seed(rank)
     sizes = (dist.group.WORLD, TOKENS, HIDDEN, TOPK, rank, EXPERTS, world_size, world_size)
-    options = {"low_latency": True, "capacity": world_size * TOKENS * TOPK}  # room for all copies of all ranks
+    options = {"low_latency": True, "capacity": world_size * TOKENS * TOPK}  # room for all assignments of all ranks
 
     with EPAll2AllLayer(*sizes, **options) as a, EPAll2AllLayer(*sizes, **options) as b:
         for step in range(STEPS):

@@ -1,8 +1,8 @@
-"""A mixture-of-experts layer written as Megatron's flex dispatcher writes it, over fused_dispatch and fused_combine.
+"""A mixture-of-experts layer over fused_dispatch and fused_combine, as Megatron's flex dispatcher calls them.
 
-Rows arrive once per rank, with ids and probabilities of the experts there; the experts permute and sum by themselves.
-Checked: outputs, and gradients of tokens and probabilities, against the same layer computed densely by torch. Products
-and sums of its small numbers are exact, so every bit must agree.
+A row arrives once per rank, with the ids and probabilities of its experts there; the experts permute and sum the rows.
+Checks outputs, and gradients of tokens and probabilities, against the same layer computed densely by torch. Products
+and sums of the small integers are exact, so every bit must agree.
 
     python examples/06_megatron.py                         starts its own ranks
     torchrun --nproc-per-node 4 examples/06_megatron.py
@@ -21,12 +21,12 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 24, 64, 2, 8
 
 
 def apply(expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """What an expert computes: its number, plus one, times the row."""
+    """An expert: its number plus one, times the row."""
     return rows * (expert + 1)
 
 
 def moe(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rank: int) -> torch.Tensor:
-    """[T, H] to [T, H], experts in parallel."""
+    """[T, H] to [T, H], with expert parallelism."""
     rows, row_ids, row_probs, tokens_per_expert, handle = fused_dispatch(x, ids, probs, EXPERTS, dist.group.WORLD)
     out = torch.zeros_like(rows, dtype=torch.float32)
     for local, count in enumerate(tokens_per_expert.tolist()):
@@ -39,7 +39,7 @@ def moe(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rank: int) -> t
 
 
 def dense(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """The same, by this rank alone."""
+    """The same layer, computed by this rank alone."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for k in range(TOPK):
         out = out + apply(ids[:, k : k + 1], x.float()) * probs[:, k : k + 1]
@@ -50,7 +50,7 @@ def main() -> None:
     rank, world_size = initialize_distributed()
     device = current_heap().device
     generator = torch.Generator().manual_seed(rank)
-    num_tokens = TOKENS + rank  # ranks need not have equally many
+    num_tokens = TOKENS + rank  # ranks may have different numbers of tokens
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).to(device)

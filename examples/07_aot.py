@@ -1,9 +1,10 @@
-"""Kernels built ahead of time for one layer, looked at, and used where there are GPUs.
+"""Build kernels ahead of time for one layer, inspect them, and run them if GPUs are available.
 
     python examples/07_aot.py [--arch sm_90]
 
-The build needs no GPU: this program compiles what a small layer needs into a temporary folder, verifies it, and shows
-what happens when a layer asks for more. With GPUs of that architecture it then runs the layer on these cubins alone.
+The build needs no GPU: this program compiles the kernels of a small layer into a temporary folder, verifies them, and
+shows the error that a layer of another size gets. With GPUs of that architecture it then runs the layer on these cubins
+alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RANKS = 2
 
 
 def build(folder: Path, arch: str) -> None:
-    """Compile and verify what a layer of SIZES needs."""
+    """Compile and verify the kernels of a layer of SIZES."""
     config = {
         **SIZES,
         "world_size": RANKS,
@@ -51,7 +52,7 @@ def build(folder: Path, arch: str) -> None:
 
 
 def use(folder: str) -> None:
-    """One rank: dispatch and combine by cubins."""
+    """Dispatch and combine on one rank, with cubins only."""
     rank, world_size = initialize_distributed()
     names = ("max_tokens", "hidden", "topk")
     sizes = [SIZES[name] for name in names]
@@ -67,7 +68,7 @@ def use(folder: str) -> None:
 
 
 def main() -> None:
-    """Build, look, ask for too much, run."""
+    """Build, inspect, request a kernel that is missing, run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", default="sm_90")
     arch = parser.parse_args().arch

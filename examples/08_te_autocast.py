@@ -1,7 +1,7 @@
 """TransformerEngine's autocast without TransformerEngine: a mixture-of-experts block in MXFP8 on several ranks.
 
 The same block runs in high precision, in MXFP8, and in MXFP8 with E5M2 gradients. Rows travel in bf16 in all three, so
-what differs is what the products round. Printed: the signal-to-noise ratio of the result and of its gradients against
+only the rounding of the products differs. Prints the signal-to-noise ratio of the result and of its gradient against
 high precision, in dB.
 
     python examples/08_te_autocast.py                         starts its own ranks
@@ -37,7 +37,7 @@ def step(block: te.EPMoE, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Te
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", "MXFP8 is emulated")  # this example says what it measures
+    warnings.filterwarnings("ignore", "MXFP8 is emulated")  # this example reports the precision it measures
     rank, world_size = initialize_distributed()
     device = current_heap().device
     torch.manual_seed(rank)

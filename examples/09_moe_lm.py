@@ -1,13 +1,13 @@
-"""A small MoE language model: trained with EP x FSDP2, saved, loaded with another EP size, and decoded.
+"""A small MoE language model: train with EP x FSDP2, save, load with another EP size, and decode.
 
 The text is Python's own documentation, as Python ships it for help(); a token is a byte. Ranks form a mesh of replicas
-by experts: within a row experts are spread (EP), over a column they are sharded (FSDP2), and all the rest is sharded
-over all ranks. The checkpoint has every expert once. It is loaded into a model without FSDP that spreads the experts
-over all ranks, with low-latency exchanges, and writes on where a prompt ends; on GPUs each step replays a CUDA graph.
+by experts: a row of ranks divides the experts (EP), a column shards them (FSDP2), and all other parameters are sharded
+over all ranks. The checkpoint has every expert once. A model without FSDP, with low-latency exchanges and with experts
+divided among all ranks, loads it and continues a prompt; on GPUs each step replays a CUDA graph.
 
     python examples/09_moe_lm.py                          starts its own ranks
     torchrun --nproc-per-node 4 examples/09_moe_lm.py
-    ... --ep 2 --load-ep 4 --steps 400 --blocks 2 --hidden 512 --ffn 1024 --experts 16     what 4 GPUs do by default
+    ... --ep 2 --load-ep 4 --steps 400 --blocks 2 --hidden 512 --ffn 1024 --experts 16     the defaults on 4 GPUs
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.moe.router.aux_loss = True
 
     def forward(self, x: torch.Tensor, cache: torch.Tensor | None = None, place: torch.Tensor | None = None):
-        """[B, S, H] float32; or with a cache [2, B, heads, L, H / heads] one token [B, 1, H] at a place [1] of it."""
+        """[B, S, H] float32; or with a cache [2, B, heads, L, H / heads] one token [B, 1, H] at position `place` [1]."""
         q, k, v = self.qkv(rms_norm(x, x.shape[-1:])).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if cache is None:
             y = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeddings of bytes and places, blocks, head."""
+    """Embeddings of bytes and positions, blocks, head."""
 
     def __init__(self, args: argparse.Namespace, **options):
         super().__init__()
@@ -90,7 +90,7 @@ class Model(nn.Module):
         self.head = nn.Linear(args.hidden, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor, caches: torch.Tensor | None = None, place: torch.Tensor | None = None):
-        """Logits [B, S, V] of ids [B, S]; with caches, one for each block, of one token [B, 1] at a place [1]."""
+        """Logits [B, S, V] of ids [B, S]; with caches, one per block, of one token [B, 1] at position `place` [1]."""
         places = torch.arange(ids.shape[1], device=ids.device) if place is None else place
         x = self.embed(ids) + self.places(places)
         for number, block in enumerate(self.blocks):
@@ -98,17 +98,17 @@ class Model(nn.Module):
         return self.head(rms_norm(x, x.shape[-1:]))
 
     def balance(self) -> torch.Tensor:
-        """The losses that the routers of the latest forward pass have returned; 1 each if experts get the same."""
+        """Mean auxiliary loss of the routers in the latest forward pass; 1 if all experts get equally many tokens."""
         return torch.stack([block.moe.last_aux for block in self.blocks]).mean()
 
 
 def shard(model: Model, mesh) -> None:
-    """EP x FSDP2. All gradients are divided by the number of all ranks: losses are means over a rank's tokens."""
+    """Apply EP x FSDP2. All gradients are divided by the number of ranks: losses are means over a rank's tokens."""
     everyone = mesh["replicas", "experts"]._flatten("all")
     for block in model.blocks:
         experts = fully_shard(block.moe.experts, mesh=mesh["replicas"])
         experts.set_gradient_divide_factor(mesh.size())
-        experts.set_force_sum_reduction_for_comms(True)  # Gloo, and a mesh of one replica, divide by themselves
+        experts.set_force_sum_reduction_for_comms(True)  # divide outside the collective, for Gloo and meshes of 1
         fully_shard(block, mesh=everyone)
     fully_shard(model, mesh=everyone)
 
@@ -123,7 +123,7 @@ def text() -> torch.Tensor:
 
 
 def batch(ids: torch.Tensor, args: argparse.Namespace, seed: int) -> torch.Tensor:
-    """[B, S + 1] ids: pieces of the text."""
+    """[B, S + 1] ids: random pieces of the text."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(ids) - args.length - 1, (args.sequences, 1), generator=draw)
     return ids[starts + torch.arange(args.length + 1)].to(current_heap().device)
@@ -134,14 +134,14 @@ def loss_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Over all ranks."""
+    """Mean over all ranks."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 def progress(step: int, steps: int, loss: float) -> None:
-    """A bar on a terminal, a line at every tenth elsewhere."""
+    """Print a bar on a terminal, a line per tenth of the steps elsewhere."""
     if sys.stderr.isatty():
         bar = "#" * (30 * step // steps)
         print(f"\r[{bar:30}] step {step} of {steps}, loss {loss:.3f} ", end="", file=sys.stderr, flush=True)
@@ -170,7 +170,7 @@ def train(model: Model, ids: torch.Tensor, args: argparse.Namespace) -> list[flo
 
 
 def draw(path: Path, losses: list[float]) -> str:
-    """Write the picture, and say where it is or why it is not."""
+    """Write the picture; return its place, or the reason why none was written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -185,7 +185,7 @@ def draw(path: Path, losses: list[float]) -> str:
 
 
 class Decoder:
-    """One token of every sequence per step. On a GPU the step is a CUDA graph, captured at the second call."""
+    """Decodes one token of every sequence per step. On a GPU the step is a CUDA graph, captured at the second call."""
 
     def __init__(self, model: Model, args: argparse.Namespace, longest: int):
         device = current_heap().device
@@ -197,7 +197,7 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self, token: int, place: int) -> torch.Tensor:
-        """Logits [V] behind a token at a place; collective."""
+        """Logits [V] that follow a token at position `place`; collective."""
         self.ids.fill_(token)
         self.place.fill_(place)
         if self.graph is not None:
@@ -214,7 +214,7 @@ class Decoder:
 
 
 def write(model: Model, args: argparse.Namespace) -> tuple[str, torch.Tensor]:
-    """What the model makes of the prompt, and logits [n, V] behind each of its bytes. All ranks decode their own."""
+    """Continue the prompt; return the text and the logits [n, V] after each prompt byte. Each rank decodes its own."""
     ids = list(PROMPT.encode())
     decode = Decoder(model, args, len(ids) + args.write)
     logits = []
@@ -230,7 +230,7 @@ def main() -> None:
     device = current_heap().device
     args, ids = arguments(device.type == "cuda", world_size), text()
     mesh = init_device_mesh(device.type, (world_size // args.ep, args.ep), mesh_dim_names=("replicas", "experts"))
-    torch.manual_seed(0)  # on all ranks: the same routers and attention, and different experts
+    torch.manual_seed(0)  # on all ranks: same routers and attention, different experts
     training = {"max_tokens": args.sequences * args.length}
     model = Model(args, **training, group=mesh["experts"].get_group()).to(device)
     shard(model, mesh)
