@@ -1,4 +1,4 @@
-"""Benchmarks: what `triton-ep bench` runs. Each checks a result, times it, and makes rows of one form.
+"""Benchmarks: what `triton-ep bench` runs. Each checks a result, times it, and writes rows of one form.
 
 Method and columns: docs/benchmarks/README.md.
 """

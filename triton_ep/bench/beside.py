@@ -1,9 +1,9 @@
-"""An exchange beside matrix products on another stream: how much longer the products and the exchange take together.
+"""An exchange concurrent with matrix products on another stream: how much time it adds to the products.
 
 The products are queued first, as a model queues the experts of one micro-batch before the exchange of another; the
-exchange runs on a stream of higher priority. There are as many products as take twice as long as the exchange, so that
-it does not outlast them. A row has the time of both together, and as its bound that of the products alone, so the
-exchange has added the difference.
+exchange runs on a stream of higher priority. The number of products is chosen so that they take twice as long as the
+exchange, which therefore does not outlast them. A row has the time of both together and, as its bound, the time of the
+products alone: the exchange adds the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_ep.bench.timing import Call, over_ranks
 
 
 def measure_beside(job: Job, case: Case) -> dict[str, Measured]:
-    """Check the provider of a case, then time its dispatch and its combine beside products; collective.
+    """Check the provider of a case, then time its dispatch and its combine concurrently with products; collective.
 
     Raises:
         WrongResult: a check failed.
@@ -52,7 +52,7 @@ def _only(products: Callable[[], None]) -> Call:
 
 
 def _products(job: Job, number: int) -> Callable[[], None]:
-    """So many products of rows [T, H] with weights [H, ffn], one after the other."""
+    """`number` products of rows [T, H] and weights [H, ffn], one after the other."""
     shape, device = job.shape, job.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = torch.randn(shape.tokens, shape.hidden, dtype=dtype, device=device)
@@ -67,7 +67,7 @@ def _products(job: Job, number: int) -> Callable[[], None]:
 
 
 def _beside(products: Callable[[], None], call: Call, device: torch.device) -> Call:
-    """Both, from the current stream on, and waited for by it."""
+    """The products on the current stream and the call on a side stream, joined at the end; in turn on the CPU."""
     if device.type != "cuda":
 
         def one_after_the_other(number: int) -> None:

@@ -1,8 +1,8 @@
 """DeepEP's own calls as a provider: its normal kernels, and its low-latency kernels for few tokens.
 
-What it does is not all that the layer does, and a mode says so: rows stay in the order of source ranks or in slabs, and
-FP8 rows have one scale per 128 values. Chunk sizes of the normal kernels are chosen for each case before it is timed,
-as DeepEP's own tests do.
+DeepEP does less than the layer, and the mode of a row says so: rows stay in the order of source ranks or in slabs, and
+FP8 rows have one scale per 128 values. Chunk sizes of the normal kernels are tuned for each case before it is timed, as
+in DeepEP's own tests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from triton_ep.bench.providers import Unavailable, meet_by_collective
 from triton_ep.bench.settings import Case
 
 _BLOCK = 128
-_MOST = 448.0  # of e4m3
+_MOST = 448.0  # largest e4m3 value
 _HALF_STEP = 16.0 / _MOST
-"""By how much of a block's largest value rounding moves a value, at most."""
+"""Most by which rounding moves a value, as a part of the largest value of its block."""
 _RECEIVED_CHUNK = 256
 _DISPATCH_CHUNKS = (4, 8, 12, 16, 24, 32)
 _COMBINE_CHUNKS = (2, 4, 6, 8, 12, 16)
@@ -41,7 +41,7 @@ class Scaled(NamedTuple):
 
 
 def quantize(x: torch.Tensor) -> Scaled:
-    """Rows as DeepEP's kernels take them."""
+    """Quantise rows as DeepEP's kernels expect them."""
     blocks = x.float().unflatten(-1, (-1, _BLOCK))
     largest = blocks.abs().amax(-1).clamp(1e-4)
     data = (blocks * (_MOST / largest).unsqueeze(-1)).clamp(-_MOST, _MOST).to(torch.float8_e4m3fn).flatten(-2)
@@ -61,7 +61,7 @@ def check_here(job: Job, case: Case) -> None:
 
 
 class _Peer(ABC):
-    """What both kinds of calls have in common."""
+    """Common part of normal and low-latency calls."""
 
     roundings = 1
 
@@ -72,11 +72,11 @@ class _Peer(ABC):
         self.fp8 = case.payload == "mxfp8"
 
     def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
+        """Barrier of all ranks on the current stream."""
         meet_by_collective(self.device)
 
     def check_combine(self, number: int, out: torch.Tensor) -> None:
-        """The rows of input `number`, sent back as they came, are summed per token.
+        """Check that combine sums the unchanged rows of input `number` per token.
 
         Raises:
             WrongResult: off by more than rounding.
@@ -92,19 +92,19 @@ class _Peer(ABC):
 
     @abstractmethod
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """[T]: how many rows of each token combine sums."""
+        """[T]: number of rows of each token that combine sums."""
 
 
 def _near(exact: torch.Tensor) -> torch.Tensor:
-    """[..., H]: by how much FP8 moves values, at most; and bf16, in which they go back."""
+    """[..., H]: largest error of FP8 rows that return in bf16."""
     largest = exact.abs().unflatten(-1, (-1, _BLOCK)).amax(-1, keepdim=True).clamp(1e-4)
     return (largest * (_HALF_STEP * 1.1)).expand(*largest.shape[:-1], _BLOCK).flatten(-2)
 
 
 class DeepEPProvider(_Peer):
-    """deep_ep.Buffer in its normal mode, one node: one row per (token, rank), by source, not permuted.
+    """deep_ep.Buffer in its normal mode, one node: one row per (token, rank), by source rank, not permuted.
 
-    Case "static" is its mode without host synchronisation (`num_worst_tokens`). FP8 rows are quantised before.
+    Case "static" uses its mode without host synchronisation (`num_worst_tokens`). FP8 rows are quantised beforehand.
 
     Raises:
         Unavailable: as `check_here`.
@@ -147,12 +147,12 @@ class DeepEPProvider(_Peer):
         return timing.over_ranks(timer.times(call, self.meet)).median_us
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[Any, Any]:
-        """(rows, what combine needs)."""
+        """(rows, state for combine)."""
         ids = idx.long()
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.experts)
         given: Any = x
         if self.fp8:
-            if x.data_ptr() not in self._quantized:  # when the input is checked, before any is timed
+            if x.data_ptr() not in self._quantized:  # during the check of this input, before anything is timed
                 self._quantized[x.data_ptr()] = quantize(x)
             given = self._quantized[x.data_ptr()]
         worst = {"num_worst_tokens": self._worst} if self._worst else {}
@@ -169,7 +169,7 @@ class DeepEPProvider(_Peer):
         return Scaled(*rows) if self.fp8 else rows, handle
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the sum over the ranks of each token."""
+        """[T, H]: per token, the sum over its ranks."""
         out: torch.Tensor = self.buffer.combine(y, state, config=self._return)[0]
         return out
 
@@ -179,10 +179,10 @@ class DeepEPProvider(_Peer):
         return torch.stack([(owner == rank).any(1) for rank in range(self.num_ranks)], dim=1)
 
     def check_dispatch(self, number: int, rows: Any) -> None:
-        """One row per token that has an expert here, by source rank and token.
+        """Check for one row per token that has an expert here, by source rank and token.
 
         Raises:
-            WrongResult: a row differs, or there are too few.
+            WrongResult: a row differs, or rows are missing.
         """
         job = self.job
         here = torch.cat([self._owners(idx)[:, job.rank] for idx in job.idxs[number]])
@@ -201,12 +201,12 @@ class DeepEPProvider(_Peer):
             raise WrongResult(f"dispatch on rank {job.rank}: FP8 rows are not those that were sent")
 
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """Ranks that have an expert of the token."""
+        """Number of ranks that own an expert of the token."""
         return self._owners(idx).sum(1)
 
 
 class DeepEPLowLatency(_Peer):
-    """deep_ep.Buffer in its low-latency mode: one row per (token, expert), in slabs of room for all tokens.
+    """deep_ep.Buffer in its low-latency mode: one row per (token, expert), in slabs with room for all tokens.
 
     Raises:
         Unavailable: as `check_here`.
@@ -228,7 +228,7 @@ class DeepEPLowLatency(_Peer):
         )
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[Any, Any]:
-        """(rows by slab, what combine needs)."""
+        """(rows by slab, state for combine)."""
         ids = idx.long()
         rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
             x, ids, self.job.shape.tokens, self.experts, use_fp8=self.fp8
@@ -236,17 +236,17 @@ class DeepEPLowLatency(_Peer):
         return (Scaled(*rows) if self.fp8 else rows), (counts, handle, ids)
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the sum over the experts of each token."""
+        """[T, H]: per token, the sum over its experts."""
         _, handle, ids = state
         weights = torch.ones(ids.shape, dtype=torch.float32, device=self.device)
         out: torch.Tensor = self.buffer.low_latency_combine(y, ids, weights, handle)[0]
         return out
 
     def check_slabs(self, number: int, rows: Any, counts: torch.Tensor) -> None:
-        """Each expert has as many rows as were sent to it; bf16 ones are those, in any order.
+        """Check the row count of each expert and, in bf16, that it received the rows sent to it, in any order.
 
         Raises:
-            WrongResult: they are not.
+            WrongResult: a count or a row differs.
         """
         job = self.job
         mine = self.experts // self.num_ranks
@@ -263,11 +263,11 @@ class DeepEPLowLatency(_Peer):
                     raise WrongResult(f"expert {expert} of rank {job.rank} has other rows than were sent to it")
 
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """Experts of the token."""
+        """Number of experts of the token."""
         return (idx >= 0).sum(1)
 
 
 def _sorted(rows: torch.Tensor) -> torch.Tensor:
-    """Rows by their first three columns, which say where they come from."""
+    """Rows sorted by their first three columns, which hold their origin."""
     key = rows[:, :3].contiguous().view(torch.int16).long() & 0xFFFF
     return rows[torch.argsort((key[:, 2] << 32) | (key[:, 1] << 16) | key[:, 0])]

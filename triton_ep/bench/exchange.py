@@ -1,4 +1,4 @@
-"""Dispatch, combine, both, and the pair of a decoder: checked, then timed."""
+"""Check, then time: dispatch, combine, their round trip, and the low-latency pair of a decoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from triton_ep.reference import mxfp8
 
 @contextlib.contextmanager
 def make_provider(job: Job, case: Case) -> Iterator[Any]:
-    """The provider of a case; collective.
+    """Create the provider of a case; collective.
 
     Raises:
         Unavailable: it cannot run here.
@@ -50,15 +50,15 @@ def make_provider(job: Job, case: Case) -> Iterator[Any]:
 
 
 def rows_for_combine(recv_x: Any) -> Any:
-    """Received rows in the dtype in which combine takes them."""
+    """Received rows in the dtype that combine accepts."""
     return recv_x.dequantize() if isinstance(recv_x, MXTensor | Scaled) else recv_x
 
 
 def check_dispatch(job: Job, provider: Provider, number: int, recv_x: torch.Tensor) -> None:
-    """Every row of input `number` is where it belongs, bit for bit.
+    """Check that every row of input `number` is in its place, bit for bit.
 
     Raises:
-        WrongResult: naming the first row that differs.
+        WrongResult: a row differs; the message names the first one.
     """
     want = provider.arrivals(job.idxs[number], job.rank)
     everyone = torch.cat([job.rows_of(rank, number) for rank in range(job.num_ranks)])
@@ -75,10 +75,10 @@ def check_dispatch(job: Job, provider: Provider, number: int, recv_x: torch.Tens
 
 
 def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, payload: str) -> None:
-    """The rows of input `number`, sent back as they came, are summed per token.
+    """Check that combine sums the unchanged rows of input `number` per token.
 
     Raises:
-        WrongResult: the largest difference, where only rounding may differ.
+        WrongResult: a sum differs by more than rounding; the message has the largest difference.
     """
     x, idx = job.inputs[number]
     if payload == "mxfp8":
@@ -91,7 +91,7 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
 
 
 def _check(job: Job, case: Case, provider: Any, op: str, number: int, result: Any, state: Any = None) -> None:
-    """Check what an op gave for input `number`, as its provider lays rows out; state: of a dispatch, if it is known."""
+    """Check the result of an op for input `number` in its provider's row layout; state: of the dispatch, if known."""
     if isinstance(provider, DeepEPLowLatency | DeepEPProvider) and op == "combine":
         provider.check_combine(number, result)
     elif isinstance(provider, DeepEPProvider):
@@ -106,7 +106,7 @@ def _check(job: Job, case: Case, provider: Any, op: str, number: int, result: An
 
 
 def checked_calls(job: Job, case: Case, provider: Any) -> dict[str, Any]:
-    """A function of the input's number per op, after a check of all inputs; collective."""
+    """Check all inputs; return, per op, a function of the input's number. Collective."""
     kept = []
     for number, (x, idx) in enumerate(job.inputs):
         recv_x, state = provider.dispatch(x, idx)
@@ -116,7 +116,7 @@ def checked_calls(job: Job, case: Case, provider: Any) -> dict[str, Any]:
         kept.append((y, state))
 
     def roundtrip(number: int) -> torch.Tensor:
-        # The rows of the same input, in bf16: what the experts do in between is no part of it.
+        # Combine takes the kept bf16 rows of the same input: experts are not part of the time.
         _, state = provider.dispatch(*job.inputs[number])
         return provider.combine(kept[number][0], state)
 
@@ -129,7 +129,7 @@ def checked_calls(job: Job, case: Case, provider: Any) -> dict[str, Any]:
 
 
 def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
-    """Make the provider of a case, check it, time its ops; collective.
+    """Create the provider of a case, check it, time its ops; collective.
 
     Raises:
         WrongResult: a check failed.
@@ -158,7 +158,7 @@ def _rotate(one: Any, inputs: int) -> Call:
 
 
 def _in_graph(job: Job, case: Case, provider: Any, op: str, one: Any) -> tuple[Call, int]:
-    """A CUDA graph of one call per input (`low_latency`: 10), whose results are checked; and how many it has."""
+    """Capture one call per input (`low_latency`: 10) as a CUDA graph, check its results; also the number of calls."""
     numbers = list(range(len(job.idxs)))
     if op == "low_latency":
         numbers = [number % len(job.idxs) for number in range(PAIRS_PER_GRAPH)]
@@ -175,7 +175,7 @@ def _in_graph(job: Job, case: Case, provider: Any, op: str, one: Any) -> tuple[C
 
 
 def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
-    """By op: payload bytes out of the busiest rank, and of the busiest rank in its busier direction; mean of inputs."""
+    """By op: payload bytes out of the busiest rank, and its bytes in the busier direction; means over the inputs."""
     s, shape = job.settings, job.shape
     row_bytes = shape.hidden * torch.bfloat16.itemsize
     wire = shape.hidden + shape.hidden // 32 if case.payload == "mxfp8" else row_bytes
@@ -187,7 +187,7 @@ def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
             there = routings.dispatch_bytes(routing, wire)
             back = routings.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
         elif case.provider in ("deep_ep", "nccl_dedup") and not s.low_latency:
-            flat = routings.Routing(routing.copies, routing.num_ranks)  # they know no nodes
+            flat = routings.Routing(routing.copies, routing.num_ranks)  # these providers ignore nodes
             if case.provider == "deep_ep" and case.payload == "mxfp8":
                 wire = shape.hidden + shape.hidden // 128 * 4
             there = routings.dispatch_bytes(flat, wire)

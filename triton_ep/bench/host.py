@@ -1,7 +1,7 @@
-"""What the host spends in a call of the layer, and on what: Python, launches, torch's allocator, streams and events.
+"""Host time of a call of the layer, by function: Python, launches, torch's allocator, streams and events.
 
-The device is idle before each call, so that the host waits for nothing but, in exact mode, the counts. Interpreted
-launches do not count on the CPU, where a row says what the layer itself takes of the host.
+The device is idle before each call, so the host waits only for the counts of exact mode. On the CPU interpreted
+launches are excluded, so a row has the host time of the layer itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 14  # functions of a profile
 
 
 def measure_host(job: Job, case: Case) -> dict[str, Measured]:
-    """Microseconds of the host in a dispatch and in a combine, slowest rank; collective. Rank 0 says on what.
+    """Host microseconds of a dispatch and a combine, slowest rank; collective. With `stages` rank 0 prints a profile.
 
     Raises:
         Unavailable: the provider cannot run here.
@@ -56,7 +56,7 @@ def _repeats(job: Job) -> int:
 
 
 def _times(job: Job, call: Callable[[], object], meet: Callable[[], None]) -> list[float]:
-    """Microseconds of each call; an interpreter's are left out."""
+    """Microseconds of each call, without the time of interpreted launches."""
     found = []
     gc.disable()
     try:
@@ -68,14 +68,14 @@ def _times(job: Job, call: Callable[[], object], meet: Callable[[], None]) -> li
                 kept = call()
                 took = (time.perf_counter() - begin) * 1e6
             found.append(took - sum(span.end_us - span.start_us for span in spans))
-            del kept  # after the call, so that memory of the call before is at hand
+            del kept  # after the call, so that the allocator can reuse its memory
     finally:
         gc.enable()
     return found
 
 
 def _settle(job: Job, meet: Callable[[], None]) -> None:
-    """All ranks have come here, and the device has nothing to do."""
+    """Barrier of all ranks, then wait until the device is idle."""
     meet()
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)
@@ -83,7 +83,7 @@ def _settle(job: Job, meet: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _without_interpreter(profiler: cProfile.Profile) -> Iterator[None]:
-    """Profile nothing of interpreted kernels, all of which pass one function."""
+    """Exclude interpreted kernels from the profile; all of them go through one function."""
     interpret = launch._interpret
 
     def unseen(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _without_interpreter(profiler: cProfile.Profile) -> Iterator[None]:
 
 
 def _profile(job: Job, call: Callable[[], object], meet: Callable[[], None]) -> str:
-    """The functions that take most of a call, by their own time; the profiler makes all of them slower."""
+    """The functions with the most own time in a call; the profiler slows all of them down."""
     repeats = _repeats(job)
     profiler = cProfile.Profile()
     with _without_interpreter(profiler):

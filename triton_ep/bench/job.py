@@ -1,4 +1,4 @@
-"""One rank's side of a run: inputs of a shape, the layer of a case, and how an op is measured."""
+"""One rank's part of a run: inputs of a shape, the layer of a case, and the measurement of an op."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _RECORDED_CALLS = 10  # at most, and no more than the timed calls
 
 
 class WrongResult(EPError):
-    """What is to be timed does not compute what it should."""
+    """A result is wrong, so it is not timed."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one op; a time that could not be taken is None.
+    """Measurements of one op; None where one could not be taken.
 
     Attributes:
-        host_us: that the slowest host spends in a call, median.
-        kernel_us: in which at least one kernel or copy of the call ran, slowest rank, median.
-        moved_bytes: payload bytes that leave the busiest rank (`quantise`: read and written by each).
-        limit_bytes: of the busiest rank in its busier direction, from which a floor follows; 0: no floor.
+        host_us: host time of a call on the slowest host, median.
+        kernel_us: time in which at least one kernel or copy of the call runs, slowest rank, median.
+        moved_bytes: payload bytes that leave the busiest rank (`quantise`: bytes that each rank reads and writes).
+        limit_bytes: bytes of the busiest rank in its busier direction, which set the floor; 0: no floor.
         calls: spans of the recorded calls on this rank.
-        peak_bytes: of memory that a call takes on the rank that takes most; None: not known.
-        error_db: signal to noise of what it computes, worst rank; None: not measured.
-        floor_us: what a decoding layer takes at least, see `moe.measure_moe`; None: by the links.
+        peak_bytes: peak memory of a call on the rank with the highest peak; None: not known.
+        error_db: signal-to-noise ratio of the result, worst rank; None: not measured.
+        floor_us: least time of a decoding layer, see `moe.measure_moe`; None: the floor follows from the links.
     """
 
     timing: timing.Timing
@@ -56,16 +56,16 @@ class Measured:
 
 
 def join(settings: Settings) -> int:
-    """Join the job that is to be measured; returns the rank of this process.
+    """Join the job to be measured; returns the rank of this process.
 
     Raises:
-        ConfigError: ranks may share GPUs, whose time slices would be measured.
+        ConfigError: ranks may share GPUs, so times would include the time slices of other ranks.
     """
     if not settings.interpreting:
         most = read_environment().ranks_per_gpu
         if most > 1:
             raise ConfigError(f"TRITON_EP_RANKS_PER_GPU={most} is for tests; unset it to measure, one GPU per rank.")
-        # Multicast takes memory and is no part of the comparison.
+        # Multicast takes memory and is not part of the comparison.
         set_defaults({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     rank, _ = initialize_distributed(local_world_size=settings.local_world_size, timeout_s=300)
     return rank
@@ -83,7 +83,7 @@ class Place:
 
 
 class Job:
-    """What all cases of one shape share on this rank."""
+    """State that all cases of one shape share on this rank."""
 
     def __init__(self, settings: Settings, shape: Shape, place: Place) -> None:
         self.settings, self.shape, self.place = settings, shape, place
@@ -92,7 +92,7 @@ class Job:
 
     @cached_property
     def idxs(self) -> list[list[torch.Tensor]]:
-        """Expert ids [T, K] of every rank, per input; the same wherever they are drawn."""
+        """Expert ids [T, K] of every rank, per input; every rank draws the same."""
         s = self.settings
         return routings.draw(s.routing, self.shape, self.num_ranks, s.inputs, s.seed)
 
@@ -114,12 +114,12 @@ class Job:
         return origins.coded_rows(rank, self.shape.tokens, self.shape.hidden, seed, self.device)
 
     def say(self, text: str) -> None:
-        """Progress, from rank 0."""
+        """Print progress on rank 0."""
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
     def most_rows(self) -> int:
-        """Rows that a rank receives at most, over all inputs."""
+        """Most rows that a rank receives, over all inputs."""
         return max(routing.most_rows() for routing in self.routings)
 
     def capacity(self, case: Case) -> int | None:
@@ -133,7 +133,7 @@ class Job:
 
     @contextlib.contextmanager
     def layer(self, case: Case, tuned: TunedEntry | None = None) -> Iterator[EPAll2AllLayer]:
-        """The layer of a case, by `tuned` if that is given; what the device reported is raised at the end."""
+        """The layer of a case, built from `tuned` if given; raises errors that the device reported at the end."""
         shape, s = self.shape, self.settings
         with EPAll2AllLayer(
             dist.group.WORLD,
@@ -152,13 +152,13 @@ class Job:
             capacity=self.capacity(case),
             payload="mxfp8" if case.payload == "mxfp8" else None,
             low_latency=s.low_latency,
-            timeout_s=120.0,  # ranks may compile for different times
+            timeout_s=120.0,  # compilation may take longer on some ranks
         ) as layer:
             yield layer
             layer.check()
 
     def measure(self, call: timing.Call, meet: Callable[[], None], per_call: int = 1) -> Measured:
-        """Time a call, which does `per_call` times what the row is about; collective."""
+        """Time a call that repeats the measured op `per_call` times; collective."""
         times = [us / per_call for us in self.timer.times(call, meet)]
         host_us = timing.slowest(self.timer.host_time(call, meet))
         repeats = min(_RECORDED_CALLS, self.settings.iters)
@@ -176,14 +176,14 @@ class Job:
 
 
 def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The calls as a CUDA graph, after they have run once outside of it; collective."""
+    """Run the calls once, then capture them as a CUDA graph; collective."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         calls()
     torch.cuda.synchronize()
-    # Other threads of this process, NCCL's among them, may use CUDA meanwhile.
+    # Other threads of this process, including NCCL's, may use CUDA during the capture.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         calls()
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""What a dispatch and a combine should take, by arithmetic alone: bytes per link, their time, and fixed costs.
+"""Predicted times of dispatch and combine, by arithmetic alone: bytes per link, their time, and fixed costs.
 
-The protocol decides the bytes (docs/concepts/protocol.md), a few measured rates turn them into time. Nothing here
-needs a GPU. What is hidden behind an exchange is taken as hidden perfectly, so measured times lie above these, and the
-gap is what there is to win. Between nodes nothing has been measured: all of that is prediction.
+The protocol decides the bytes (docs/concepts/protocol.md); a few measured rates turn them into time. Nothing here needs
+a GPU. Work that overlaps an exchange is assumed to overlap perfectly, so measured times are longer; the gap is the room
+for improvement. Nothing has been measured between nodes: those times are pure prediction.
 
 Letters: W ranks, L of them per node, N nodes, E experts, e per rank, k experts per token, T tokens per rank, H hidden.
 """
@@ -17,25 +17,25 @@ from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
 
 _CHUNK = 16  # tokens per network message
-_STEPS = 8  # of a push or a reduction at most, after each of which the receiver goes on
-_STEP_TOKENS = 256  # of a step of the push, at least
-_OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs behind the exchange
+_STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
+_STEP_TOKENS = 256  # fewest tokens in a step of the push
+_OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs after the exchange
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates in 10^9 bytes per second and times in microseconds; docs/benchmarks/scaling.md says where each is from.
+    """Rates in 10^9 bytes per second and times in microseconds; docs/benchmarks/scaling.md gives the source of each.
 
     Attributes:
-        nvlink_gbps: out of a GPU to the others of its node, all of them at once. None: 343 on nodes of 8 ranks and
-            more, 305 on smaller ones.
-        nic_gbps: out of a GPU to other nodes; 50 is one port of 400 Gb/s per GPU.
-        memory_gbps: read and written by kernels that copy or sum rows within a GPU.
-        program_gbps: read by one program alone.
-        kernel_us: of one more kernel on the critical path, launch included, rows aside.
-        flags_us: until all ranks of a node have seen each other's flags.
-        network_us: from a put to its flag at a rank of another node.
-        message_us: for a rank to issue one put to another node.
+        nvlink_gbps: rate out of a GPU to the others of its node, all of them at once. None: 343 on nodes of 8 ranks
+            and more, 305 on smaller ones.
+        nic_gbps: rate out of a GPU to other nodes; 50 is one port of 400 Gb/s per GPU.
+        memory_gbps: bytes read and written by kernels that copy or sum rows within a GPU.
+        program_gbps: bytes read by one program alone.
+        kernel_us: one more kernel on the critical path: its launch and run, without its rows.
+        flags_us: time until all ranks of a node have seen each other's flags.
+        network_us: time from a put to its flag at a rank of another node.
+        message_us: time for a rank to issue one put to another node.
     """
 
     nvlink_gbps: float | None = None
@@ -48,7 +48,7 @@ class Machine:
     message_us: float = 0.2
 
     def link(self, ranks_per_node: int) -> float:
-        """Rate of NVLink on nodes of this size."""
+        """NVLink rate on nodes of this size."""
         return self.nvlink_gbps or (343.0 if ranks_per_node >= 8 else 305.0)
 
 
@@ -57,7 +57,7 @@ class Workload:
     """One layer: tokens are per rank, experts over all ranks. `virtual` nodes share one host and its NVLink.
 
     Raises:
-        ConfigError: sizes that no layer can have.
+        ConfigError: no layer can have these sizes.
     """
 
     ranks: int
@@ -96,45 +96,45 @@ class Workload:
 
     @property
     def ranks_per_token(self) -> float:
-        """Distinct ranks to which a token goes, its own one included."""
+        """Distinct ranks that receive a token, its own rank included."""
         return self.ranks * self.reach(1)
 
     @property
     def nodes_per_token(self) -> float:
-        """Distinct nodes to which a token goes, its own one included."""
+        """Distinct nodes that receive a token, its own node included."""
         return self.nodes * self.reach(self.ranks_per_node)
 
     @property
     def output_rows(self) -> float:
-        """Rows that a rank gets on average, half a tile of padding per expert included."""
+        """Output rows of a rank on average, including half a tile of padding per expert."""
         return self.tokens * self.topk + self.experts // self.ranks * (self.alignment - 1) / 2
 
     @property
     def row_bytes(self) -> int:
-        """Of a bf16 row."""
+        """Bytes of a bf16 row."""
         return 2 * self.hidden
 
     def wire_bytes(self, payload: str) -> int:
-        """Of a row in dispatch; "mxfp8" has a scale per 32 elements beside them."""
+        """Bytes of a row in dispatch; "mxfp8" adds a scale per 32 elements."""
         return self.hidden + self.hidden // 32 if payload == "mxfp8" else self.row_bytes
 
     @property
     def partial_bytes(self) -> int:
-        """Of a partial sum between nodes: float32, or bf16 with local combine."""
+        """Bytes of a partial sum between nodes: float32, or bf16 with local combine."""
         return self.row_bytes if self.local_combine else 4 * self.hidden
 
     def message_bytes(self, payload: str) -> int:
-        """Of a row between nodes: its payload, and four tables of k (rounded up to a power of two) int32 each."""
+        """Bytes of a row between nodes: its payload, and four tables of k (rounded up to a power of two) int32 each."""
         return -(-self.wire_bytes(payload) // 16) * 16 + 16 * (1 << (self.topk - 1).bit_length())
 
     @property
     def counts_bytes(self) -> int:
-        """Of what each rank tells every other one before rows move: counts per expert, rank and node, and a tail."""
+        """Bytes that each rank publishes to each other before rows move: counts per expert, rank and node; a tail."""
         return 4 * (-(-(self.experts + self.ranks + self.nodes) // 4) * 4 + 4)
 
     @property
     def messages(self) -> int:
-        """Puts of rows, or of partial sums, to other nodes by each rank."""
+        """Puts of rows, or of partial sums, from each rank to other nodes."""
         return (self.nodes - 1) * math.ceil(self.tokens * self.reach(self.ranks_per_node) / _CHUNK)
 
     def network_buffers(self, payload: str) -> int:
@@ -155,15 +155,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call, and what they are made of.
+    """Microseconds of one call, and their parts.
 
     Attributes:
-        us: of the whole call.
+        us: the whole call.
         fixed_us: kernels, counts of all ranks, flags.
-        wire_us: rows on NVLink and NIC, whichever takes longer.
-        local_us: rows copied or summed within a GPU, as far as it is not hidden.
-        traffic: bytes behind `wire_us`.
-        limit: what takes most: "NVLink", "NIC", "memory" or "fixed".
+        wire_us: rows on NVLink or NIC, whichever takes longer.
+        local_us: rows copied or summed within a GPU, without the part that overlaps the wire.
+        traffic: bytes that take `wire_us`.
+        limit: the longest part: "NVLink", "NIC", "memory" or "fixed".
     """
 
     us: float
@@ -175,14 +175,14 @@ class Prediction:
 
 
 def dispatch_traffic(w: Workload, payload: str) -> Traffic:
-    """A token goes once to each rank of its node and once to each other node, whose rank passes it on there."""
+    """A token goes once to each rank of its node and once to each other node, where one rank forwards it."""
     inside = w.nodes * (w.ranks_per_node - 1) * w.reach(1) * w.tokens * w.wire_bytes(payload)
     across = (w.nodes - 1) * w.reach(w.ranks_per_node) * w.tokens * w.wire_bytes(payload)
     return Traffic(inside, across)
 
 
 def combine_traffic(w: Workload) -> Traffic:
-    """A row per copy, or with local combine per (token, rank), inside each node; a partial sum per (token, node)."""
+    """In a node a row per assignment, or per (token, rank) with local combine; a partial sum per (token, node) between."""
     per_token = w.nodes * w.reach(1) if w.local_combine else w.topk / w.ranks_per_node
     inside = per_token * (w.ranks_per_node - 1) * w.tokens * w.row_bytes
     across = (w.nodes - 1) * w.reach(w.ranks_per_node) * w.tokens * w.partial_bytes
@@ -196,7 +196,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
     fixed = (7 if far else 5) * machine.kernel_us + _counts_us(w, machine)
     if payload == "mxfp8":
         quantise = w.tokens * (w.row_bytes + wire_row) / machine.memory_gbps / 1e3
-        # Beside the routing where there is enough of it.
+        # Large batches quantise concurrently with routing.
         fixed = max(fixed, quantise) if w.tokens >= _OVERLAPPED_TOKENS else fixed + machine.kernel_us + quantise
     traffic = dispatch_traffic(w, payload)
     sent = replace(traffic, nic=traffic.nic * w.message_bytes(payload) / wire_row)  # tables travel with the rows
@@ -205,7 +205,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
         return _joined(w, machine, fixed, traffic, sent, expanded, _one_by_one)
 
     def beside(wire: float, local: float) -> float:
-        # Rows of other nodes are laid out when all have come.
+        # Rows from other nodes are laid out once all have arrived.
         near = local / w.nodes
         first, last = push_steps(w.tokens)
         return max(wire + last * near, first * wire + near) + local - near
@@ -214,7 +214,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
 
 
 def predict_combine(w: Workload, machine: Machine) -> Prediction:
-    """From bf16 rows per copy to a row per token."""
+    """From a bf16 row per assignment to a row per token."""
     far = w.nodes > 1
     fixed = (4 if far else 3) * machine.kernel_us + 2 * machine.flags_us
     if far and not w.virtual:
@@ -228,13 +228,13 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
 
 
 def push_steps(tokens: int) -> tuple[float, float]:
-    """Parts of the tokens in the first and in the last step of a push; steps get shorter."""
+    """Fractions of the tokens in the first and in the last step of a push; steps get shorter."""
     steps = min(max(tokens // _STEP_TOKENS, 1), _STEPS)
     return 1.0 - ((steps - 1) * _STEPS // steps / _STEPS) ** 2, (_STEPS // steps / _STEPS) ** 2
 
 
 def _reduced_beside(wire: float, local: float) -> float:
-    """Rows are pulled as they are summed; there steps get longer."""
+    """Rows are pulled while later ones are summed; these steps get longer."""
     first, last = 1 / _STEPS**2, 1 - ((_STEPS - 1) / _STEPS) ** 2
     return max(local + last * wire, first * local + wire)
 
@@ -244,7 +244,7 @@ def _one_by_one(wire: float, local: float) -> float:
 
 
 def _counts_us(w: Workload, machine: Machine) -> float:
-    """Every rank posts its counts to all ranks, waits for theirs, and one program reads all of them."""
+    """Every rank publishes its counts to all ranks and waits for theirs; one program reads all of them."""
     near, far = w.ranks_per_node - 1, w.ranks - w.ranks_per_node
     posted = machine.flags_us + near * w.counts_bytes / machine.link(w.ranks_per_node) / 1e3
     if far and not w.virtual:

@@ -1,10 +1,10 @@
-"""A MoE layer behind its router, and a training step of it: checked against dense experts, then timed.
+"""A MoE layer after its router, and a training step of it: checked against dense experts, then timed.
 
 A step is a forward pass and the gradients of the tokens and of this rank's experts. With --refresh-weights both are
-timed once more with weights that have changed since the call before, so that what is made of them is made anew.
+timed once more with weights that change before each call, so that prepared copies of weights are built again.
 
-Decoding (--low-latency) is a forward pass of few tokens. It takes at least the pair of dispatch and combine without
-experts, measured here as well, and the time in which memory gives the weights of the experts with rows, at 4 TB/s.
+Decoding (--low-latency) is a forward pass of few tokens. Its bound is the time of dispatch and combine without experts,
+also measured here, plus the time to read the weights of the experts with rows at 4 TB/s.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from triton_ep.bench.settings import Case
 from triton_ep.bench.timing import Call
 
 _CHECKED_TOKENS = 2
-# Rounding a tensor to e4m3 leaves 31.5 dB of it, and six of them make up the noise of a SwiGLU expert, eight that of a
-# gradient; bf16 leaves 50.
+# For _LEAST_DB: rounding a tensor to e4m3 leaves 31.5 dB, and six roundings make up the noise of a SwiGLU expert, eight
+# the noise of a gradient; bf16 leaves 50.
 _MEMORY_RATE = 4e6  # bytes per microsecond
 _LEAST_DB = {"mxfp8": (20.0, 18.0), "bf16": (36.0, 36.0)}
 
@@ -37,16 +37,16 @@ class _Run:
         generator = torch.Generator(device).manual_seed(job.rank)
         self.weights = torch.rand(shape.tokens, shape.topk, generator=generator, device=device) + 0.5
         self.grad = torch.randn(shape.tokens, shape.hidden, generator=generator, device=device).bfloat16()
-        self._results: torch.Tensor | None = None  # what experts give, where there are none
+        self._results: torch.Tensor | None = None  # in place of expert outputs, for `pair`
 
     def forward(self, number: int) -> torch.Tensor:
-        """A forward pass of an input, no graph of autograd."""
+        """A forward pass of an input, without an autograd graph."""
         x, idx = self.job.inputs[number % len(self.job.inputs)]
         with torch.no_grad():
             return self.provider.forward(x, idx, self.weights)
 
     def step(self, number: int) -> tuple[torch.Tensor, ...]:
-        """y, then the gradients of x, the router's weights and the parameters."""
+        """y, then the gradients of x, of the router's weights and of the parameters."""
         x, idx = self.job.inputs[number % len(self.job.inputs)]
         if isinstance(self.provider, GemmOnly):
             y = self.provider.forward(x, idx, self.weights)
@@ -57,7 +57,7 @@ class _Run:
         return y, *torch.autograd.grad(y, [*leaves, *self.provider.parameters], self.grad)
 
     def check(self, backward: bool) -> tuple[float | None, float | None]:
-        """Signal to noise of y and of dx, over a few tokens of every input; worst rank. Collective.
+        """Signal-to-noise ratio of y and of dx, over a few tokens of every input; worst rank. Collective.
 
         Raises:
             WrongResult: tokens differ from those of dense experts by more than rounding.
@@ -84,7 +84,7 @@ class _Run:
         return worst[0], worst[1]
 
     def pair(self, number: int) -> torch.Tensor:
-        """Dispatch and combine of an input, with nothing in between: the low-latency exchange by itself."""
+        """Dispatch and combine of an input without experts: the low-latency exchange by itself."""
         assert isinstance(self.provider, ModuleMoe), "the only one with such an exchange"
         x, idx = self.job.inputs[number % len(self.job.inputs)]
         layer = self.provider.moe.exchange
@@ -95,14 +95,14 @@ class _Run:
             return layer.combine(self._results, desc)
 
     def least_us(self) -> float | None:
-        """What decoding takes at least: see the module. None of other providers. Collective."""
+        """Bound of decoding, see the module; None for other providers. Collective."""
         if not isinstance(self.provider, ModuleMoe):
             return None
         pair = self.measure(self.pair, 0, refresh=False).timing.median_us
         return pair + self._active_bytes() / _MEMORY_RATE
 
     def _active_bytes(self) -> float:
-        """Of the weights of experts that have a row, on the rank with most of them; mean over the inputs."""
+        """Weight bytes of the experts with rows, on the rank with most such experts; mean over the inputs."""
         job, shape = self.job, self.job.shape
         per_rank = shape.experts // job.num_ranks
         most = []
@@ -114,7 +114,7 @@ class _Run:
         return sum(most) / len(most) * (width + scales if self.case.payload == "mxfp8" else 2 * width)
 
     def measure(self, call: Callable[[int], object], num_gradients: int, refresh: bool) -> Measured:
-        """Time and memory of a call; collective. num_gradients: of parameters, the last of its results, not counted."""
+        """Time and memory of a call; collective. The memory excludes its last num_gradients results, of parameters."""
         job, provider = self.job, self.provider
 
         def eager(number: int) -> object:
@@ -127,18 +127,18 @@ class _Run:
         if job.settings.graph and self.case.provider == "triton_ep":
             per_call = len(job.inputs)
             if isinstance(provider, ModuleMoe):
-                provider.moe.forget_captures()  # the graph of the op before is gone
+                provider.moe.forget_captures()  # the graph of the previous op no longer exists
             graph = capture(lambda: [call(number) for number in range(per_call)])
             timed = lambda _: graph.replay()  # noqa: E731
         return dataclasses.replace(job.measure(timed, provider.meet, per_call), peak_bytes=peak)
 
     def _peak_bytes(self, call: Callable[[int], object], num_gradients: int) -> int | None:
-        """Memory that a call takes on the rank that takes most; None on the CPU and of GemmOnly. Collective.
+        """Peak memory of a call on the rank with the highest peak; None on the CPU and for GemmOnly. Collective.
 
-        What is there between calls (parameters, prepared weights, inputs) is not in it, symmetric memory is.
+        Includes symmetric memory, but not what stays between calls: parameters, prepared weights, inputs.
         """
         device = self.job.device
-        # The products alone keep nothing of what they give.
+        # The products alone keep none of their results.
         if device.type != "cuda" or isinstance(self.provider, GemmOnly):
             return None
         call(0)
@@ -149,7 +149,7 @@ class _Run:
 
 
 def measure_moe(job: Job, case: Case) -> dict[str, Measured]:
-    """Forward, and with `--backward` a step; collective.
+    """Measure a forward pass and, with `--backward`, a step; collective.
 
     Raises:
         WrongResult: tokens differ from those of dense experts by more than rounding.

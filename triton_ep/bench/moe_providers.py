@@ -1,7 +1,7 @@
-"""A MoE layer behind its router, by this package and by others: weights, a forward pass, and gradients by autograd.
+"""A MoE layer after its router, by this package and by others: weights, a forward pass, and gradients by autograd.
 
 Weights are drawn by expert number, so that any rank can compute any token densely for the check. All providers take
-them in the form of `triton_ep.nn.SwiGLUExperts`.
+weights in the form of `triton_ep.nn.SwiGLUExperts`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MoeProvider(Protocol):
 
     Attributes:
         parameters: w13 [e, 2F, H] and w2 [e, H, F] bf16, which require gradients.
-        exact: y is that of the dense layer; False: there is no exchange, so nothing to compare with.
+        exact: y equals the dense layer's, up to rounding; False: no exchange, so nothing to compare.
     """
 
     parameters: list[torch.Tensor]
@@ -36,20 +36,20 @@ class MoeProvider(Protocol):
 
     @property
     def other_bytes(self) -> int:
-        """Memory of the device that torch's allocator does not know of."""
+        """Device memory that torch's allocator does not manage."""
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, H] bf16 of x [T, H] bf16, idx [T, K] int32 and weights [T, K] float32; differentiable."""
+        """y [T, H] bf16 for x [T, H] bf16, idx [T, K] int32 and weights [T, K] float32; differentiable."""
 
     def refresh(self) -> None:
-        """The weights have changed: what was made of them is made anew at its next use."""
+        """Invalidate prepared copies of the weights: the next use builds them again."""
 
     def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
+        """Barrier of all ranks on the current stream."""
 
 
 def draw(job: Job, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 [2F, H] and w2 [H, F] bf16 of one expert, the same wherever they are drawn."""
+    """w13 [2F, H] and w2 [H, F] bf16 of one expert; every rank draws the same."""
     shape, device = job.shape, job.device
     generator = torch.Generator(device).manual_seed(expert + 1)
 
@@ -66,14 +66,14 @@ def _draw_mine(job: Job) -> list[torch.Tensor]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": job.device}
     w13 = torch.empty(experts, 2 * shape.ffn, shape.hidden, **options)
     w2 = torch.empty(experts, shape.hidden, shape.ffn, **options)
-    for local in range(experts):  # one at a time: together they may take half of the memory
+    for local in range(experts):  # one at a time: together they may fill half of the memory
         w13[local], w2[local] = draw(job, job.rank * experts + local)
     return [w13.requires_grad_(), w2.requires_grad_()]
 
 
 @contextlib.contextmanager
 def make_moe_provider(job: Job, case: Case) -> Iterator[MoeProvider]:
-    """The provider of a case; collective.
+    """Create the provider of a case; collective.
 
     Raises:
         Unavailable: it cannot run here.
@@ -106,7 +106,7 @@ class ModuleMoe:
 
     @property
     def other_bytes(self) -> int:
-        """Symmetric memory, which an exact exchange may have grown."""
+        """Symmetric memory; an exact exchange may have grown it."""
         return estimate_bytes(self.moe.exchange.context.sizes)
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -115,11 +115,11 @@ class ModuleMoe:
         return y
 
     def refresh(self) -> None:
-        """As an optimizer that torch does not see."""
+        """Invalidate as an optimizer step invisible to torch would require."""
         self.moe.invalidate()
 
     def meet(self) -> None:
-        """On the device, through symmetric memory."""
+        """Barrier on the device, through symmetric memory."""
         self.moe.exchange.ep_barrier_all()
 
 
@@ -133,8 +133,8 @@ def _module(job: Job, case: Case) -> Iterator[ModuleMoe]:
         "capacity": job.capacity(case),
         "low_latency": job.settings.decode,
         "timeout_s": 120.0,
-    }  # ranks compile for different times
-    num_sm = case.num_sm if case.num_sm > 0 else None  # tuned, or nothing to choose
+    }  # compilation may take longer on some ranks
+    num_sm = case.num_sm if case.num_sm > 0 else None  # None: tuned, or not applicable
     with new_exchange(shape.hidden, **sizes, num_sm=num_sm) as layer:
         options: dict[str, Any] = {"precision": case.precision} if payload else {}
         moe = MoE(shape.hidden, shape.ffn, **sizes, **options, router=False, exchange=layer)
@@ -146,16 +146,16 @@ def _module(job: Job, case: Case) -> Iterator[ModuleMoe]:
 
 
 def _grouped_experts(rows: torch.Tensor, ends: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """[R, H]: SwiGLU experts by torch._grouped_mm; ends: [e] int32, the row after the last of each expert."""
+    """SwiGLU experts [R, H] by torch._grouped_mm; ends: [e] int32, the row after the last of each expert."""
     gate, up = torch._grouped_mm(rows, w13.transpose(-2, -1), offs=ends).chunk(2, -1)
     y: torch.Tensor = torch._grouped_mm(silu(gate) * up, w2.transpose(-2, -1), offs=ends)
     return y
 
 
 class _Gather(torch.autograd.Function):
-    """rows[source], and grad[back] summed over the copies: gathers both ways, because a scatter is slower.
+    """rows[source]; backward: grad[back] summed over copies. Gathers both ways, because a scatter is slower.
 
-    source: [n]. back: [m, c], places of the c copies of each row in the result; n: none.
+    source: [n]. back: [m, c], places of the c copies of each row in the result; n: no copy.
     """
 
     @staticmethod
@@ -185,15 +185,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Bytes, because not every backend knows every dtype."""
+    """Exchange rows as bytes, because not every backend supports every dtype."""
     out = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), received, sent)
     return out
 
 
 class _Packing(NamedTuple):
-    order: torch.Tensor  # [n] copies by expert, dropped ones left out
-    places: torch.Tensor  # [T, K] of each copy in that order; n: dropped
+    order: torch.Tensor  # [n] assignments by expert, without dropped ones
+    places: torch.Tensor  # [T, K] place of each assignment in that order; n: dropped
     sent: list[int]
     received: list[int]
     by_expert: torch.Tensor  # received rows in the order of their experts
@@ -201,7 +201,7 @@ class _Packing(NamedTuple):
 
 
 class CollectiveMoe:
-    """Copies packed by expert, all_to_all_single, torch._grouped_mm, and back; autograd through torch."""
+    """A row per assignment, packed by expert; all_to_all_single, torch._grouped_mm, and back; autograd by torch."""
 
     exact, other_bytes = True, 0
 
@@ -211,7 +211,7 @@ class CollectiveMoe:
         self.experts_per_rank = job.shape.experts // job.num_ranks
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, H]: router weights are applied to the rows that came back, as the sum over k is made."""
+        """[T, H]: the sum over k applies router weights to the returned rows."""
         packing = self._pack(idx)
         rows = _Gather.apply(x, packing.order // idx.shape[1], packing.places)
         rows = _AllToAll.apply(rows, packing.sent, packing.received)
@@ -222,13 +222,13 @@ class CollectiveMoe:
         y = _Gather.apply(y, back, packing.by_expert.unsqueeze(1))
         y = _AllToAll.apply(y, packing.received, packing.sent)
         order = packing.order
-        if order.numel() < idx.numel():  # dropped copies take a row of zeros, which needs no gradient
+        if order.numel() < idx.numel():  # dropped assignments read a row of zeros, which needs no gradient
             y, order = torch.cat([y, y.new_zeros(1, y.shape[1])]), torch.cat([order, order.new_zeros(1)])
         of_tokens = _Gather.apply(y, packing.places.flatten(), order.unsqueeze(1))
         return torch.bmm(weights.to(y.dtype).unsqueeze(1), of_tokens.view(*idx.shape, -1)).squeeze(1)
 
     def _pack(self, idx: torch.Tensor) -> _Packing:
-        """What goes where; the host waits for how many rows come."""
+        """Compute the packing; the host waits for the row counts."""
         order, num_dropped, sent_counts, recv_counts = exchange_counts(idx, self.num_ranks, self.experts_per_rank)
         told = torch.cat([num_dropped, sent_counts.sum(1), recv_counts.sum(1)]).tolist()
         dropped, sent, received = told[0], told[1 : 1 + self.num_ranks], told[1 + self.num_ranks :]
@@ -241,17 +241,17 @@ class CollectiveMoe:
         return _Packing(order[dropped:], places, sent, received, by_expert, recv_counts.sum(0).cumsum(0).int())
 
     def refresh(self) -> None:
-        """Nothing is made of bf16 weights."""
+        """bf16 weights have no prepared copies."""
 
     def meet(self) -> None:
-        """By a collective."""
+        """Barrier by a collective."""
         meet_by_collective(self.device)
 
 
 class GemmOnly:
-    """The products alone, torch._grouped_mm on rows that are there: no exchange, no activation; 3 of them, or 9.
+    """The products alone, torch._grouped_mm on existing rows: no exchange, no activation; 3 products, or 9.
 
-    Gate and up are one product of twice the width. What the products of the backward pass take is there as well.
+    Gate and up are one product of twice the width. The inputs of the backward products exist beforehand as well.
     """
 
     exact, other_bytes = False, 0
@@ -272,7 +272,7 @@ class GemmOnly:
         self.x, self.act, self.dy, self.dpre = normal(hidden), normal(ffn), normal(hidden), normal(2 * ffn)
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The products of a forward pass; the arguments are not looked at."""
+        """The products of a forward pass; ignores the arguments."""
         w13, w2 = (w.detach() for w in self.parameters)
         torch._grouped_mm(self.x, w13.transpose(-2, -1), offs=self.ends)
         y: torch.Tensor = torch._grouped_mm(self.act, w2.transpose(-2, -1), offs=self.ends)
@@ -287,10 +287,10 @@ class GemmOnly:
         torch._grouped_mm(self.dpre.t(), self.x, offs=self.ends)
 
     def refresh(self) -> None:
-        """Nothing is made of bf16 weights."""
+        """bf16 weights have no prepared copies."""
 
     def meet(self) -> None:
-        """By a collective."""
+        """Barrier by a collective."""
         meet_by_collective(self.device)
 
 
@@ -340,7 +340,7 @@ class DeepEPMoe:
     """deep_ep.Buffer in its normal mode, bf16, one node; rows permuted by torch, torch._grouped_mm.
 
     Raises:
-        Unavailable: deep_ep is not installed, or the case is beyond this comparison.
+        Unavailable: deep_ep is not installed, or the job spans several nodes.
     """
 
     exact = True
@@ -362,7 +362,7 @@ class DeepEPMoe:
         self.buffer = Buffer(dist.group.WORLD, self.other_bytes, 0)
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, H]: the rank of the experts weighs and sums the rows of a token."""
+        """[T, H]: the rank of the experts weights and sums the rows of a token."""
         told: list[Any] = []
         rows, row_weights = _Dispatch.apply(x, weights, idx.long(), self, told)
         ids, handle = told
@@ -378,17 +378,17 @@ class DeepEPMoe:
         return out
 
     def refresh(self) -> None:
-        """Nothing is made of bf16 weights."""
+        """bf16 weights have no prepared copies."""
 
     def meet(self) -> None:
-        """By a collective."""
+        """Barrier by a collective."""
         meet_by_collective(self.device)
 
 
 def dense(
     job: Job, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and dx [n, H] float32 of a few tokens [n, H], by dense experts."""
+    """y and dx [n, H] float32 of a few tokens [n, H], computed by dense experts."""
     leaf = x.float().requires_grad_()
     rows: list[torch.Tensor] = []
     for token, experts in enumerate(idx.tolist()):
@@ -406,7 +406,7 @@ def dense(
 
 @torch.no_grad()
 def decibel(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Signal to noise of values against exact ones."""
+    """Signal-to-noise ratio of values against exact ones, in dB."""
     noise = sum(float((value.float() - exact).square().sum()) for value, exact in pairs)
     signal = sum(float(exact.square().sum()) for _, exact in pairs)
     return 10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30))

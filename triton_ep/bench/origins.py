@@ -1,7 +1,7 @@
-"""Large inputs that know their origin, and what must arrive of them; all computed on the device of the benchmark.
+"""Large inputs that carry their origin, and the rows that must arrive, all computed on the device of the benchmark.
 
 `triton_ep.testing.make_workload` and triton_ep/reference work on the CPU, which takes minutes at model sizes.
-Here each rank makes the rows of all ranks on its own GPU and sorts entries there.
+Here each rank builds the rows of all ranks on its own GPU and sorts entries there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_TOKENS = 1 << 22
 
 
 def coded_rows(rank: int, num_tokens: int, hidden: int, seed: int, device: torch.device) -> torch.Tensor:
-    """[num_tokens, hidden] bfloat16, the same wherever it is made, hidden >= 3.
+    """[num_tokens, hidden] bfloat16, hidden >= 3; the same on every rank that builds it.
 
     Columns 0 and 1 hold the token and column 2 the rank, 11 bits each, as +-(1 + m/128) * 2**e with
     -3 <= e <= 4; the others hold 11 bits of a hash of (rank, token, column, seed) in the same form.
@@ -39,11 +39,11 @@ def coded_rows(rank: int, num_tokens: int, hidden: int, seed: int, device: torch
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What rank r must receive.
+    """The rows that rank r must receive.
 
     Attributes:
-        entry: [R] int64, which entry of all ranks' (token, k) lists, joined in rank order, each row is.
-        place: [R] int64, its row in the output, in which segments of experts are aligned.
+        entry: [R] int64, index of each row in the (token, k) lists of all ranks, joined in rank order.
+        place: [R] int64, its row in the output, where segments of experts are aligned.
         expert_offsets: [e + 1] int32, first row of each segment.
     """
 
@@ -71,7 +71,7 @@ def arrivals(
 def first_difference(
     actual: torch.Tensor, rows: torch.Tensor, source: torch.Tensor, place: torch.Tensor | None = None
 ) -> str | None:
-    """Compare actual [R, H], or its rows `place`, with rows[source] bit for bit; None, or which differs and how."""
+    """Compare actual [R, H], or its rows `place`, with rows[source] bit for bit; None, or the first difference."""
     for begin in range(0, source.numel(), 8 * _CHUNK):
         want = rows[source[begin : begin + 8 * _CHUNK]]
         part = slice(begin, begin + want.shape[0])

@@ -1,4 +1,4 @@
-"""How much memory a call takes at most, from what torch's allocator has noted of it."""
+"""Peak memory of a call, from the history that torch's allocator records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def most_allocated(events: Iterable[Mapping[str, Any]], results: Collection[int] = ()) -> int:
-    """Most bytes that are allocated at a time, from none on.
+    """Most bytes allocated at one time, counted from zero.
 
-    events: as a snapshot of torch's allocator lists them, in order. results: addresses of memory that is still
-    allocated at the end and does not count, at no time.
+    events: in the order and form of a snapshot of torch's allocator. results: addresses of memory that is still
+    allocated at the end; it never counts.
     """
     history = [event for event in events if event["action"] in ("alloc", "free_requested")]
     latest = {event["addr"]: number for number, event in enumerate(history) if event["action"] == "alloc"}
@@ -25,12 +25,12 @@ def most_allocated(events: Iterable[Mapping[str, Any]], results: Collection[int]
             now += alive[event["addr"]]
             peak = max(peak, now)
         else:
-            now -= alive.pop(event["addr"], 0)  # nothing for memory from before
+            now -= alive.pop(event["addr"], 0)  # 0 for memory allocated before the history
     return peak
 
 
 def peak_of(call: Callable[[], object], device: torch.device, num_results: int = 0) -> int:
-    """Bytes that `call` takes at most; the last `num_results` of the tensors that it returns do not count."""
+    """Peak bytes of `call`; the last `num_results` of the tensors that it returns do not count."""
     torch.cuda.synchronize(device)
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
     try:

@@ -1,4 +1,4 @@
-"""Pictures: times from stored rows, where tokens go, what runs during a call. Needs matplotlib."""
+"""Pictures: times from stored rows, tokens between ranks, kernels of a call. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPS = ("dispatch", "combine", "roundtrip", "low_latency")
 _SETTING = ("gpu", "ranks", "nodes", "hidden", "topk", "experts", "routing")
 _CONFIGURATION = ("op", "provider", "mode", "payload", "tokens", *_SETTING)
 _FLOORS = {"floor, bf16": ":", "floor, mxfp8": (0, (1, 4))}
-_MOST_TOKENS = 1 << 20  # per rank, of a routing that is drawn
+_MOST_TOKENS = 1 << 20  # per rank, in a picture of a routing
 _PANEL = (4.6, 3.2)  # inches
 _PROGRAMS = re.compile(r"-sm(\d+)")
 
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def check_picture(out: Path) -> None:
-    """Raise what would keep a picture from being drawn: EPError without matplotlib, ConfigError for another file."""
+    """Raise if the picture cannot be drawn: EPError without matplotlib, ConfigError for another file type."""
     if importlib.util.find_spec("matplotlib") is None:
         raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
     if out.suffix not in (".png", ".svg"):
@@ -59,18 +59,18 @@ def check_picture(out: Path) -> None:
 
 
 def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:
-    """Of rows of the same configuration the last one; skipped ones are left out."""
+    """The last row of each configuration, without skipped rows."""
     kept = {tuple(row[name] for name in _CONFIGURATION): row for row in rows if row["median_us"]}
     return list(kept.values())
 
 
 def series_of(row: bench_rows.Row) -> str:
-    """Name of the line that a row is a point of: what differs besides tokens and programs."""
+    """Name of the line to which a row belongs: provider, mode without programs, payload."""
     return " ".join([row["provider"], _PROGRAMS.sub("", row["mode"]), row["payload"]])
 
 
 def programs_of(row: bench_rows.Row) -> int | None:
-    """Programs of the exchange, from the mode; None where there is nothing to choose."""
+    """Programs of the exchange, from the mode; None if the mode names none."""
     found = _PROGRAMS.search(row["mode"])
     return int(found[1]) if found else None
 
@@ -78,7 +78,7 @@ def programs_of(row: bench_rows.Row) -> int | None:
 def draw_times(rows: Sequence[bench_rows.Row], out: Path) -> None:
     """Median times by programs and by tokens: a row of panels per machine and shape, a line per provider and mode.
 
-    Of several rows of one configuration the last counts. The floor is that of the layer's bytes.
+    The last of several rows of one configuration counts. The floor is the link bound of the layer's bytes.
 
     Raises:
         InputError: no row has a time of dispatch, combine or both.
@@ -113,14 +113,14 @@ def draw_times(rows: Sequence[bench_rows.Row], out: Path) -> None:
 
 
 def _lines(rows: Sequence[bench_rows.Row]) -> Iterator[tuple[str, dict[str, list[bench_rows.Row]]]]:
-    """What is on the axis, and the rows of each op, of each line of panels of a setting."""
+    """Per line of panels of a setting: the quantity on the axis, and the rows of each op."""
     by_op = {op: [row for row in rows if row["op"] == op] for op in _OPS}
     by_op = {op: found for op, found in by_op.items() if found}
     tokens = {op: sorted({int(row["tokens"]) for row in found}) for op, found in by_op.items()}
     largest = {op: [row for row in found if int(row["tokens"]) == tokens[op][-1]] for op, found in by_op.items()}
     several = {op: found for op, found in by_op.items() if len(tokens[op]) > 1}
     swept = {op: found for op, found in largest.items() if len({programs_of(row) for row in found} - {None}) > 1}
-    # Where neither tokens nor programs were swept, the few points still have a place.
+    # Ops with neither tokens nor programs swept still get a panel here.
     if programs := {op: found for op, found in largest.items() if op in swept or op not in several}:
         yield "programs", programs
     if several:
@@ -159,7 +159,7 @@ def _draw_panel(axes: Any, by: str, rows: Sequence[bench_rows.Row], handles: dic
 
 
 def _draw_bars(axes: Any, rows: Sequence[bench_rows.Row], handles: dict[str, Any]) -> None:
-    """A bar per line where there are no programs to choose, with its floor across it."""
+    """A bar per line if no mode names programs, with its floor across it."""
     for place, row in enumerate(rows):
         (bar,) = axes.bar(place, float(row["median_us"]))
         _style(bar, series_of(row), handles)
@@ -171,16 +171,16 @@ def _draw_bars(axes: Any, rows: Sequence[bench_rows.Row], handles: dict[str, Any
 
 
 def _style(line: Any, name: str, handles: dict[str, Any]) -> None:
-    """The same colour for the same name in all panels."""
+    """Give a name the same colour in all panels."""
     handles.setdefault(name, line)
     line.set_color(f"C{[known for known in handles if known not in _FLOORS].index(name) % 10}")
 
 
 def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
-    """Tokens from each rank to each rank, by the routing that --routing names.
+    """Draw the tokens from each rank to each rank, for the routing that --routing names.
 
     Raises:
-        InputError, ConfigError: a routing that cannot be drawn.
+        InputError, ConfigError: the routing cannot be drawn.
         EPError: matplotlib is missing.
     """
     from triton_ep.bench import routing
@@ -207,7 +207,7 @@ def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
 
 
 def _check_routing(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError, naming the option, unless these sizes make a picture."""
+    """Raise ConfigError, naming the option, unless these sizes can be drawn."""
     for name, most in (("tokens", _MOST_TOKENS), ("topk", _MOST_TOKENS), ("experts", 65536), ("ranks", 128)):
         if not 1 <= getattr(arguments, name) <= most:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}; it must be 1 to {most}.")
@@ -219,7 +219,7 @@ def _check_routing(arguments: argparse.Namespace) -> None:
 
 
 def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
-    """Kernels of one call each, as bars over time, a line per stream: the one that the call was made on, then others.
+    """Kernels of one call each, as bars over time, a line per stream: first the stream of the call, then others.
 
     Raises:
         InputError: nothing was recorded.

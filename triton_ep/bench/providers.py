@@ -1,7 +1,7 @@
-"""What is measured: the layer, and the same work done by others.
+"""Providers of dispatch and combine: the layer, and the same work by other implementations.
 
-All give the same rows in the same order, except DeepEP, whose rows are not permuted; `arrivals` and `copies` of a
-provider say what must come back, so one check serves all.
+All give the same rows in the same order, except DeepEP, whose rows are not permuted. `arrivals` and `copies` of a
+provider give the expected results, so one check serves all.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from triton_ep.mx.tensor import MXTensor
 
 
 class Unavailable(EPError):
-    """A provider cannot run here; the message is the reason that its rows carry."""
+    """A provider cannot run here; its rows carry the message as their skip reason."""
 
 
 class Provider(Protocol):
     """Dispatch and combine of one case on this rank. All calls are collective.
 
     Attributes:
-        roundings: how often, at most, a sum that combine makes is rounded on its way.
+        roundings: most times that combine rounds a sum.
     """
 
     roundings: int
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Rows, and what combine needs. x: [T, H] bf16; idx: [T, K] int32."""
+        """Rows, and the state for combine. x: [T, H] bf16; idx: [T, K] int32."""
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H]: the sum over the rows of each token. y: as dispatch gave them, in bf16."""
+        """[T, H]: the sum over the rows of each token. y: the rows of dispatch, in bf16."""
 
     def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
+        """Barrier of all ranks on the current stream."""
 
     def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
-        """Which rows this rank must receive, and where. idxs: [T, K] of every rank."""
+        """The rows that this rank must receive, and their places. idxs: [T, K] of every rank."""
 
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """[T]: how many rows of each token combine sums."""
+        """[T]: number of rows of each token that combine sums."""
 
 
 class _Permuted:
@@ -61,7 +61,7 @@ class _Permuted:
         return origins.arrivals(idxs, rank, self.experts_per_rank, self.device, self.alignment)
 
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """Copies that were not dropped."""
+        """Number of assignments of each token."""
         return (idx >= 0).sum(1)
 
 
@@ -73,30 +73,30 @@ class LayerProvider(_Permuted):
         self.experts_per_rank = layer.config.num_experts_per_rank
         self.alignment = layer.config.alignment
         self.device = layer.context.device
-        # Sums of ranks, and of nodes, before the last one.
+        # Sums per rank and per node are rounded before the last sum.
         self.roundings = 3 if layer.config.enable_local_combine or layer.config.low_latency else 1
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(rows, what combine needs)."""
+        """(rows, state for combine)."""
         recv_x, _, desc = self.layer.dispatch(x, idx)
         return recv_x, desc
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the sum over the copies of each token."""
+        """[T, H], the sum over the assignments of each token."""
         return self.layer.combine(y, state)
 
     def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
+        """Barrier of all ranks on the current stream."""
         self.layer.ep_barrier_all()
 
 
 def exchange_counts(
     idx: torch.Tensor, num_ranks: int, experts_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copies of tokens in the order of their experts, and how many each rank sends to each expert. Collective.
+    """Sort (token, k) entries by expert, and count those that each rank sends to each expert. Collective.
 
-    Returns places in the flattened ids [T * K], dropped copies (id -1) first; the number of these [1]; and copies by
-    (other rank, expert of the receiving rank), sent and received, both [num_ranks, experts_per_rank].
+    Returns places in the flattened ids [T * K], dropped entries (id -1) first; the number of dropped ones [1]; and counts
+    of assignments by (other rank, expert of the receiving rank), sent and received, [num_ranks, experts_per_rank] each.
     """
     expert = idx.flatten().long()
     counts = torch.bincount(expert + 1, minlength=num_ranks * experts_per_rank + 1)
@@ -107,7 +107,7 @@ def exchange_counts(
 
 
 def meet_by_collective(device: torch.device) -> None:
-    """All ranks have come here; on a GPU the current stream waits for it, not the host."""
+    """Barrier of all ranks; on a GPU the current stream waits, not the host."""
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))
     else:
@@ -116,17 +116,17 @@ def meet_by_collective(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Exchanged:
-    row_of: torch.Tensor  # [T, K] row sent of each copy; behind the last one: a row of zeros, for dropped copies
+    row_of: torch.Tensor  # [T, K] sent row of each assignment; past the last one: a row of zeros, for dropped ones
     slot: torch.Tensor  # output row of each received row
     sent: list[int]
     received: list[int]
 
 
 class CollectiveProvider(_Permuted):
-    """One row per (token, k) by all_to_all_single, and a permute into expert-major order: the plain way.
+    """One row per (token, k) by all_to_all_single, and a permute into expert-major order: the baseline.
 
-    Counts go first, by the same collective; the host must read them, because it passes split sizes. With the
-    payload mxfp8 rows are quantised first, and elements and scales travel as one row of bytes.
+    Counts travel first, by the same collective; the host must read them, because it passes split sizes. With payload
+    mxfp8 rows are quantised first, and elements and scales travel as one row of bytes.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class CollectiveProvider(_Permuted):
         self.device = device
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(rows, what combine needs)."""
+        """(rows, state for combine)."""
         num_tokens, topk = idx.shape
         order, num_dropped, sent_counts, recv_counts = exchange_counts(idx, self.num_ranks, self.experts_per_rank)
         per_expert = recv_counts.sum(0)
@@ -146,13 +146,13 @@ class CollectiveProvider(_Permuted):
         dropped, num_rows, *sizes = told
         sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
         rows = self.exchange(self.wire(x)[order[dropped:] // topk], sent, received)
-        # Where each received row goes: expert-major, and behind the padding of the experts before.
+        # Output row of each received row: expert-major, past the padding of the preceding experts.
         local = torch.arange(self.experts_per_rank, device=self.device).repeat(self.num_ranks)
         local = torch.repeat_interleave(local, recv_counts.flatten(), output_size=sum(received))
         by_expert = torch.argsort(local, stable=True)
         slot = torch.empty_like(by_expert)
         slot[by_expert] = self.places(local[by_expert], per_expert, aligned)
-        # A padding row takes the row of zeros behind the last one.
+        # A padding row reads the row of zeros past the last received one.
         source = torch.full((num_rows,), sum(received), device=self.device)
         source[slot] = torch.arange(sum(received), device=self.device)
         row_of = torch.empty_like(order)
@@ -162,23 +162,23 @@ class CollectiveProvider(_Permuted):
         return self.unpacked(rows, source, x), state
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the float32 sum over the copies of each token, rounded once."""
+        """[T, H], the float32 sum over the assignments of each token, rounded once."""
         rows = self.exchange(y[state.slot], state.received, state.sent)
         return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
 
     def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
+        """Barrier of all ranks on the current stream."""
         meet_by_collective(self.device)
 
     def wire(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as they travel."""
+        """Rows in their form on the wire."""
         if not self.quantises:
             return x
         mx = MXTensor.to_mx(x)
         return torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
 
     def unpacked(self, rows: torch.Tensor, source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """rows[source], of rows as they travel."""
+        """rows[source] of rows in wire form, as a tensor like `like`."""
         if not self.quantises:
             return rows[source]
         hidden = like.shape[1]
@@ -186,12 +186,12 @@ class CollectiveProvider(_Permuted):
         return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, like.dtype)
 
     def places(self, local: torch.Tensor, per_expert: torch.Tensor, aligned: torch.Tensor) -> torch.Tensor:
-        """Output row of each copy, in the order of experts; local: its expert."""
+        """Output row of each assignment, in the order of experts; local: its expert."""
         padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
         return torch.arange(local.numel(), device=self.device) + padding_before[local]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Rows of every rank, by source, and a row of zeros; bytes, because not every backend knows every dtype."""
+        """Received rows by source rank, and a row of zeros; sent as bytes, because not every backend supports every dtype."""
         total = sum(received)
         out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
         out[total:] = 0
@@ -201,15 +201,15 @@ class CollectiveProvider(_Permuted):
 
 @dataclass(frozen=True)
 class _Deduplicated:
-    row_of: torch.Tensor  # [T, W] row sent to each rank; behind the last one: a row of zeros, where none was
-    arrival: torch.Tensor  # received row of each copy here
+    row_of: torch.Tensor  # [T, W] row sent to each rank; past the last one: a row of zeros, if none was sent
+    arrival: torch.Tensor  # received row of each assignment here
     place: torch.Tensor  # its output row
     sent: list[int]
     received: list[int]
 
 
 class DedupProvider(CollectiveProvider):
-    """One row per (token, rank) by all_to_all_single, and its expert ids by another: fewer bytes, more to do.
+    """One row per (token, rank) by all_to_all_single, and its expert ids by another: fewer bytes, more work.
 
     The receiver expands rows into expert-major order; on the way back it sums a token's rows first, in float32.
     """
@@ -217,7 +217,7 @@ class DedupProvider(CollectiveProvider):
     roundings = 3
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(rows, what combine needs)."""
+        """(rows, state for combine)."""
         (num_tokens, topk), expert = idx.shape, idx.long()
         owner = torch.where(expert >= 0, expert // self.experts_per_rank, self.num_ranks)
         wanted = torch.zeros(num_tokens, self.num_ranks + 1, dtype=torch.bool, device=self.device)
@@ -236,7 +236,7 @@ class DedupProvider(CollectiveProvider):
         ids = torch.where(owner[token] == rank, expert[token] - rank * self.experts_per_rank, -1).int()
         rows = self.exchange(self.wire(x)[token], sent, received)
         local = self.exchange(ids, sent, received)[:-1].flatten().long()
-        by_expert = torch.argsort(local, stable=True)[local.numel() - copies :]  # what is no copy sorts first
+        by_expert = torch.argsort(local, stable=True)[local.numel() - copies :]  # ids of other ranks, -1, sort first
         arrival = by_expert // topk
         place = self.places(local[by_expert], per_expert, aligned)
         source = torch.full((num_rows,), sum(received), device=self.device)
@@ -247,7 +247,7 @@ class DedupProvider(CollectiveProvider):
         return self.unpacked(rows, source, x), _Deduplicated(row_of, arrival, place, sent, received)
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the float32 sum over the ranks of each token, of sums that were rounded."""
+        """[T, H], the float32 sum over the ranks of each token, of rounded sums."""
         sums = torch.zeros(sum(state.received), y.shape[1], dtype=torch.float32, device=self.device)
         sums.index_add_(0, state.arrival, y[state.place].float())
         rows = self.exchange(sums.to(y.dtype), state.received, state.sent)
@@ -255,10 +255,10 @@ class DedupProvider(CollectiveProvider):
 
 
 class VdevProvider(CollectiveProvider):
-    """As the collectives, but rows travel by torch's symmetric memory, which takes split sizes on the device.
+    """Like CollectiveProvider, but rows travel through torch's symmetric memory, which takes split sizes on the device.
 
-    Peers read the packed rows and write the splits, so both have two copies by turns: a call begins with a barrier
-    of its own, behind which no peer works on the call before the last any more.
+    Peers read the packed rows and write the splits, so calls alternate between two buffers of each: a call begins with
+    a barrier of its own, after which no peer works on the call before the last any longer.
 
     Raises:
         Unavailable: this torch has no such op, or no NVSHMEM to run it with.
@@ -291,7 +291,7 @@ class VdevProvider(CollectiveProvider):
         self.out_splits = [symmetric(2, self.num_ranks) for _ in range(2)]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Rows of every rank, by source, and a row of zeros."""
+        """Received rows by source rank, and a row of zeros."""
         total = sum(received)
         self.turn = 1 - self.turn
         packed, splits = self.inputs[self.turn], self.out_splits[self.turn]

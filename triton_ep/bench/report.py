@@ -1,4 +1,4 @@
-"""What rank 0 shows and stores of a run: rows, tables of kernels, pictures, progress."""
+"""Output of a run on rank 0: rows, tables of kernels, pictures, progress."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Results:
         self.calls: dict[str, list[list[timing.Span]]] = {}
 
     def add_floors(self, new: list[bench_rows.Row]) -> None:
-        """Rows of the floors."""
+        """Add the rows of the floors."""
         self._store(new)
 
     def add(self, case: Case, new: list[bench_rows.Row], found: dict[str, Measured]) -> None:
-        """Rows of a case and what was measured for them; the rows go to the file at once."""
+        """Add the rows and measurements of a case; the rows go to the file at once."""
         self._store(new)
         for row in new:
             if row["skip_reason"]:
@@ -37,11 +37,11 @@ class Results:
             else:
                 print(f"    {row['op']}: {tables.time_text(float(row['median_us']))}", file=sys.stderr, flush=True)
         for op, result in found.items():
-            if any(result.calls):  # on the CPU only launches of kernels of this package are seen
+            if any(result.calls):  # on the CPU only launches of this package's kernels are recorded
                 self.calls[f"{op}, {case.provider_here} {case.mode} {case.payload}, {case.shape}"] = result.calls
 
     def finish(self) -> None:
-        """Print everything, as tables or as one JSON object, and draw what was asked for."""
+        """Print everything, as tables or as one JSON object, and draw the requested pictures."""
         s = self.settings
         stages = {name: timing.stages_of(calls) for name, calls in self.calls.items()} if s.stages else {}
         if s.json:
@@ -62,7 +62,7 @@ class Results:
             if s.plot:
                 plot.draw_times(self.rows, Path(s.plot))
             if s.timeline:
-                first = list(self.calls.items())[: len(s.ops)]  # the ops of the first case that was measured
+                first = list(self.calls.items())[: len(s.ops)]  # the ops of the first measured case
                 plot.draw_timelines({name: calls[-1] for name, calls in first}, Path(s.timeline))
 
     def _store(self, new: list[bench_rows.Row]) -> None:
@@ -73,7 +73,7 @@ class Results:
 
 @contextlib.contextmanager
 def progress(total: int, *, here: bool) -> Iterator[Callable[[str], None]]:
-    """A function that says what comes next: a bar of rich on a terminal, else lines; nothing if not `here`."""
+    """A function that reports the next step: a bar of rich on a terminal, else lines; nothing if not `here`."""
     if not here:
         yield lambda _: None
         return

@@ -1,5 +1,5 @@
-"""Where tokens go in a benchmark: expert ids of every rank, the same wherever they are drawn, and the payload bytes
-between ranks that follow from them alone; copies within a rank do not count."""
+"""Routings of a benchmark: expert ids of every rank, which every rank draws alike, and the payload bytes between ranks
+that follow from them alone; rows that stay on a rank do not count."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def uniform_idx(rank: int, num_tokens: int, topk: int, num_experts: int, seed: i
 def zipf_idx(rank: int, num_tokens: int, topk: int, num_experts: int, seed: int, exponent: float) -> torch.Tensor:
     """[num_tokens, topk] int32 on the CPU: distinct experts; the i-th most popular one has weight 1 / i**exponent.
 
-    Which expert is how popular is drawn from the seed, the same on all ranks.
+    The order of popularity is drawn from the seed, the same on all ranks.
     """
     place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed * 4096 + rank)
     noise = torch.rand(num_tokens, num_experts, generator=generator).clamp(1e-30, 1 - 1e-7)
-    # The largest of log(p) + Gumbel noise are a draw without replacement by p.
+    # The largest values of log(p) + Gumbel noise are a draw without replacement by p.
     score = -exponent * torch.log(place.float() + 1) - torch.log(-torch.log(noise))
     return score.topk(topk, dim=1).indices.int()
 
@@ -47,7 +47,7 @@ def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]
     [T, K].
 
     Raises:
-        InputError: no such file, another kind, ids of another shape or out of range.
+        InputError: no such file, another file type, ids of another shape or out of range.
     """
     place = Path(path)
     if place.suffix not in (".pt", ".npy") or not place.is_file():
@@ -56,12 +56,12 @@ def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]
         if place.suffix == ".npy":
             import numpy
 
-            # Mapped: a header that promises more than there is takes no memory.
+            # Mapped: a header that claims more data than the file has takes no memory.
             found = numpy.load(place, mmap_mode="r")
             kind = found.dtype.kind if isinstance(found, numpy.ndarray) else "?"
             if kind not in "iu":
                 raise InputError(f"{path} holds {found.dtype if kind != '?' else 'several arrays'}; ids are integers.")
-            if found.dtype == numpy.uint64:  # what no other integer holds is no id
+            if found.dtype == numpy.uint64:  # values beyond int64 are no ids
                 found = numpy.minimum(found, numpy.uint64(2**31))
             ids = torch.from_numpy(found.astype(numpy.int64))
         else:
@@ -94,7 +94,7 @@ def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> lis
     One-hot ids start at the first expert of another rank each time. A file may hold fewer routings: they repeat.
 
     Raises:
-        ConfigError: another spec, or a seed below 0. InputError: as `read_idx`.
+        ConfigError: another spec, or a seed below 0. InputError: see `read_idx`.
     """
     check_routing(spec, seed)
     kind, _, argument = spec.partition(":")
@@ -116,11 +116,11 @@ def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> lis
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of all ranks go.
+    """The ranks that receive the tokens of all ranks.
 
     Attributes:
-        copies: [W, T, W] int64: copies of token t of rank s for rank r.
-        ranks_per_node: ranks of one node are numbered in a row.
+        copies: [W, T, W] int64: assignments of token t of rank s to experts of rank r.
+        ranks_per_node: L; ranks of one node have consecutive numbers.
     """
 
     copies: torch.Tensor
@@ -141,15 +141,15 @@ class Routing:
         return self.copies.shape[0]
 
     def most_rows(self) -> int:
-        """Rows that the rank with most of them receives."""
+        """Most rows that a rank receives."""
         return int(self.copies.sum((0, 1)).max())
 
     def tokens(self) -> torch.Tensor:
-        """[W, W] int64: tokens of one rank of which another one has a copy."""
+        """[W, W] int64: tokens of one rank (row) with an expert on another (column)."""
         return (self.copies > 0).sum(1)
 
     def relays(self, source: int) -> list[tuple[int, list[int]]]:
-        """Per node: the rank through which tokens of `source` reach it, and the ranks of the node."""
+        """Per node: the rank that receives the tokens of `source` there, and all ranks of the node."""
         here = Topology(source, self.num_ranks, self.ranks_per_node)
         nodes = range(here.num_nodes)
         first = [node * self.ranks_per_node for node in nodes]
@@ -169,7 +169,7 @@ def busiest(between: torch.Tensor) -> int:
 def dispatch_bytes(routing: Routing, row_bytes: int) -> torch.Tensor:
     """[W, W] bytes: a token goes once to each rank of its node, and once to each other node.
 
-    The rank of the same number on that node passes it on to the others there, once each.
+    The rank of the same local number on that node forwards it to the others there, once each.
     """
     rows = torch.zeros(routing.num_ranks, routing.num_ranks, dtype=torch.int64)
     for source in range(routing.num_ranks):
@@ -186,8 +186,8 @@ def dispatch_bytes(routing: Routing, row_bytes: int) -> torch.Tensor:
 def combine_bytes(routing: Routing, row_bytes: int, partial_bytes: int, *, local_combine: bool) -> torch.Tensor:
     """[W, W] bytes: rows that ranks of a node read from each other, and partial sums sent to other nodes.
 
-    Without local combine every copy's row is read; with it, one row per (token, rank). `partial_bytes`: of the
-    row in which partial sums of a token cross the network, once per token and node.
+    Without local combine a row per assignment is read; with it, one row per (token, rank). `partial_bytes`: bytes of
+    the row that carries a partial sum across the network, once per token and node.
     """
     out = torch.zeros(routing.num_ranks, routing.num_ranks, dtype=torch.int64)
     for source in range(routing.num_ranks):
@@ -203,7 +203,7 @@ def combine_bytes(routing: Routing, row_bytes: int, partial_bytes: int, *, local
 
 
 def plain_bytes(routing: Routing, row_bytes: int) -> torch.Tensor:
-    """[W, W] bytes when every copy travels by itself on the way there; the transposed, on the way back."""
+    """[W, W] bytes of dispatch with one row per assignment; the transpose has the bytes of combine."""
     between = routing.copies.sum(1)
     between.fill_diagonal_(0)
     return between * row_bytes
