@@ -182,7 +182,7 @@ def dispatch_traffic(w: Workload, payload: str) -> Traffic:
 
 
 def combine_traffic(w: Workload) -> Traffic:
-    """In a node a row per assignment, or per (token, rank) with local combine; a partial sum per (token, node) between."""
+    """In a node a row per assignment, or (token, rank) with local combine; between nodes a sum per (token, node)."""
     per_token = w.nodes * w.reach(1) if w.local_combine else w.topk / w.ranks_per_node
     inside = per_token * (w.ranks_per_node - 1) * w.tokens * w.row_bytes
     across = (w.nodes - 1) * w.reach(w.ranks_per_node) * w.tokens * w.partial_bytes

@@ -95,8 +95,8 @@ def exchange_counts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, k) entries by expert, and count those that each rank sends to each expert. Collective.
 
-    Returns places in the flattened ids [T * K], dropped entries (id -1) first; the number of dropped ones [1]; and counts
-    of assignments by (other rank, expert of the receiving rank), sent and received, [num_ranks, experts_per_rank] each.
+    Returns places in the flattened ids [T * K], dropped entries (id -1) first; the number of dropped ones [1]; and
+    assignments by (other rank, expert of the receiving rank), sent and received, [num_ranks, experts_per_rank] each.
     """
     expert = idx.flatten().long()
     counts = torch.bincount(expert + 1, minlength=num_ranks * experts_per_rank + 1)
@@ -191,7 +191,7 @@ class CollectiveProvider(_Permuted):
         return torch.arange(local.numel(), device=self.device) + padding_before[local]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Received rows by source rank, and a row of zeros; sent as bytes, because not every backend supports every dtype."""
+        """Received rows by source rank, and a row of zeros. Sent as bytes: not every backend supports every dtype."""
         total = sum(received)
         out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
         out[total:] = 0

@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks/results: their columns, the environment that every row carries, and the file."""
+"""Rows of docs/benchmarks/results: their columns, the environment columns of every row, and the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER = (
 )
 COLUMNS = HEADER.split(",")
 _BEFORE = COLUMNS[: COLUMNS.index("peak_mib")]
-"""Columns of files from before the last two; theirs are empty there."""
+"""Columns of older files, which lack the last two; rows of such files leave those empty."""
 
 # Columns that pictures and comparisons compute with; a cell may be empty.
 _COUNTS = ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "iters")
@@ -35,7 +35,7 @@ Row = dict[str, str]
 
 
 def commit_of_checkout() -> str | None:
-    """Short commit of this checkout, with "+dirty" if tracked files differ from it; None if there is none."""
+    """Short commit of this checkout, with "+dirty" if tracked files differ from it; None without a checkout or git."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         return None
     answers = [
@@ -48,7 +48,7 @@ def commit_of_checkout() -> str | None:
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver, or of the CUDA that it offers where the driver does not tell its own."""
+    """Version of the NVIDIA driver, or the CUDA version that it supports if the driver does not report its own."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def driver_version() -> str:
 
 
 def environment(commit: str, gpus: bool) -> Row:
-    """The environment columns of a row; a machine without GPUs says cpu."""
+    """The environment columns of a row; `gpu` is "cpu" without GPUs."""
     machine = inspect_machine()
     return {
         "gpu": machine.gpus[0].name.removeprefix("NVIDIA ") if gpus and machine.gpus else "cpu",
@@ -76,10 +76,10 @@ def environment(commit: str, gpus: bool) -> Row:
 
 
 def make_row(values: Mapping[str, object]) -> Row:
-    """A row of all columns; one that is not given stays empty.
+    """A row of all columns; columns that are not given stay empty.
 
     Raises:
-        KeyError: a value of no column.
+        KeyError: a value belongs to no column.
     """
     if unknown := set(values) - set(COLUMNS):
         raise KeyError(f"a benchmark row has no columns {sorted(unknown)}")
@@ -87,9 +87,9 @@ def make_row(values: Mapping[str, object]) -> Row:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append to the file, which is made, with its folder and header, if it is not there.
+    """Append to the file; create it, with its folder and header, if it does not exist.
 
-    A file of an earlier version is written again, with the columns that it lacks.
+    A file of an earlier version is rewritten with the columns that it lacks.
 
     Raises:
         InputError: the file has other columns.
@@ -120,7 +120,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        InputError: there is no such file, it is no text, has other columns, or no number where one must be.
+        InputError: the file does not exist, is no text, or has other columns or a bad number.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}. `triton-ep bench dispatch --csv {path}` writes one.")
@@ -142,7 +142,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _check_row(row: Mapping[Any, Any], where: str) -> None:
-    """Raise InputError unless a row has a cell for every column, and numbers where numbers are computed with."""
+    """Raise InputError unless a row has a cell for every column, and numbers in columns that are used as numbers."""
     if set(row) != set(COLUMNS) or None in row.values():
         raise InputError(f"{where}: a row has {len(COLUMNS)} cells, this one has not.")
     for name in (*_COUNTS, *_TIMES):

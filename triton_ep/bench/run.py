@@ -1,4 +1,4 @@
-"""A benchmark run in one rank: every case is checked, timed, and becomes rows, which rank 0 writes."""
+"""A benchmark run on one rank: check and time every case; rank 0 writes the rows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MEASURE: dict[str, Callable[[Job, Case], dict[str, Measured]]] = {
 
 
 def run(settings: Settings) -> None:
-    """Join the job, measure all cases, show and store what was found, leave. What a rank runs.
+    """Entry point of a rank: join the job, measure all cases, show and store the results, leave.
 
     Raises:
-        WrongResult: a case does not compute what it should; it gets no row.
+        WrongResult: a case computes a wrong result; it gets no row.
     """
     rank = join(settings)
     results = measure_all(settings)
@@ -44,7 +44,7 @@ def measure_all(settings: Settings) -> report.Results:
     """Measure all cases in a job that this process has joined; collective. Rank 0 has the results.
 
     Raises:
-        WrongResult: a case does not compute what it should; it gets no row.
+        WrongResult: a case computes a wrong result; it gets no row.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     environment = bench_rows.environment(settings.commit, gpus=not settings.interpreting)
@@ -57,7 +57,7 @@ def measure_all(settings: Settings) -> report.Results:
     with report.progress(len(cases), here=rank == 0) as step:
         for case in cases:
             if case.shape not in jobs:
-                jobs = {case.shape: Job(settings, case.shape, place)}  # inputs of one shape at a time
+                jobs = {case.shape: Job(settings, case.shape, place)}  # keep the inputs of one shape at a time
             job = jobs[case.shape]
             step(f"{settings.command} {case.provider_here} {case.mode} {case.payload}, {case.shape}, {num_ranks} ranks")
             found = attempt(job, case)
@@ -71,7 +71,7 @@ def measure_all(settings: Settings) -> report.Results:
 
 
 def _floors(settings: Settings, place: Place, results: report.Results) -> float | None:
-    """The best rate of a link in 10^9 bytes per second, None if there is none; its rows go to the results."""
+    """The best rate of a link in 10^9 bytes per second, or None; adds its rows to the results."""
     if settings.command in ("beside-gemm", "host", "barrier", "quantise"):
         return None
     found = single.measure_floors(place.device, place.rank, place.num_ranks)
@@ -102,10 +102,10 @@ def _floor_row(settings: Settings, place: Place, floor: single.Floor) -> bench_r
 
 
 def attempt(job: Job, case: Case) -> dict[str, Measured] | str:
-    """Measure a case, or say why it cannot be, the same on all ranks; collective.
+    """Measure a case, or return the reason to skip it, the same on all ranks; collective.
 
     Raises:
-        Exception: of any other kind of failure, which is no reason to skip a case.
+        Exception: any failure that is no reason to skip a case.
     """
     measured: dict[str, Measured] = {}
     failure: Exception | None = None
@@ -117,11 +117,11 @@ def attempt(job: Job, case: Case) -> dict[str, Measured] | str:
     dist.all_gather_object(told, failure and (type(failure).__name__, str(failure)))
     if all(answer and answer[0] == Unavailable.__name__ for answer in told):
         return str(failure)
-    # Where one rank has no memory, the others wait for it in vain.
+    # If one rank runs out of memory, the others time out while waiting for it.
     short = [(rank, answer) for rank, answer in enumerate(told) if answer and answer[0] in _SHORT]
     if short:
         rank, (kind, text) = short[0]
-        failure = None  # it holds the frames of the case, and their tensors
+        failure = None  # it refers to the frames of the case, which hold tensors
         if job.device.type == "cuda":
             torch.cuda.empty_cache()
         return f"rank {rank}: {kind}: {' '.join(text.split())[:200]}"
@@ -133,7 +133,7 @@ def attempt(job: Job, case: Case) -> dict[str, Measured] | str:
 
 
 def rows_of(case: Case, place: Place, found: dict[str, Measured] | str, rate: float | None) -> list[bench_rows.Row]:
-    """One row per op; rate: of the floor, in 10^9 bytes per second."""
+    """One row per op; rate: the best link rate, in 10^9 bytes per second, or None."""
     new = []
     for op in case.settings.ops:
         columns = {**case.columns(op, place.num_ranks, place.ranks_per_node), **place.environment}

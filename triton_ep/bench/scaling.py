@@ -1,4 +1,4 @@
-"""Tables of the model (model.py): `triton-ep bench model`, its page, and stored rows beside it."""
+"""Tables of the model (model.py): `triton-ep bench model`, its page, and a comparison with stored rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from triton_ep.bench.model import Machine, Workload, predict_combine, predict_di
 from triton_ep.bench.settings import parse_numbers
 from triton_ep.errors import ConfigError, InputError
 
-_MOST_PER_HOST = 8  # a stored row of several nodes with no more ranks than this is of virtual nodes
+_MOST_PER_HOST = 8  # a stored row of several nodes with at most this many ranks has virtual nodes
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048"
 _MODE = re.compile(r"jit-(exact|static)-(sm\d+|tuned)(-local)?(?:-a(\d+))?")
 _PAGE_BLOCK = re.compile(r"(```console\n\$ triton-ep bench model ?([^\n]*)\n)(.*?)(```)", re.DOTALL)
 
 
 def experts_for(ranks: int, experts: int, per_rank: int | None) -> int:
-    """Experts over all ranks: `per_rank` each if that is given; else `experts`, or one per rank where they are too few.
+    """Experts over all ranks: `per_rank` each if given; else `experts`, or one per rank if there are more ranks.
 
     Raises:
-        ConfigError: they cannot be shared evenly.
+        ConfigError: experts cannot be shared evenly, or a number is below 1.
     """
     for name, number in (("--ranks", ranks), ("--experts", experts), ("--experts-per-rank", per_rank)):
         if number is not None and number < 1:
@@ -39,7 +39,7 @@ def experts_for(ranks: int, experts: int, per_rank: int | None) -> int:
 
 
 def lines_of(rows: Sequence[dict[str, object]]) -> list[str]:
-    """Dictionaries of the same keys as a text table, numbers to the right."""
+    """Dictionaries with the same keys as a text table, numbers aligned right."""
     names = list(rows[0])
     cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
@@ -79,10 +79,10 @@ def predicted_row(w: Workload, machine: Machine) -> dict[str, object]:
 
 
 def compared_rows(rows: Iterable[dict[str, str]], machine: Machine) -> list[dict[str, object]]:
-    """Measured rows of dispatch and combine on GPUs, uniform routing, beside the model, fastest `num_sm` of each kind.
+    """Compare measured dispatches and combines (GPUs, uniform routing, fastest `num_sm` of each kind) with the model.
 
-    Of several rows of one configuration the last one counts. Rows of several nodes with up to 8 ranks are taken for
-    virtual nodes, whose traffic all crosses NVLink.
+    The last of several rows of one configuration counts. Rows of several nodes with up to 8 ranks count as virtual
+    nodes, whose traffic all crosses NVLink.
     """
     last: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     experts = "over all ranks (default 256); where there are more ranks, one expert each"
     parser.add_argument("--experts", default="256", help=experts, **many)
     parser.add_argument("--experts-per-rank", type=int, metavar="N", help="the same number on every rank instead")
-    parser.add_argument("--no-local-combine", action="store_true", help="combine brings back a row per copy")
+    parser.add_argument("--no-local-combine", action="store_true", help="combine brings back a row per assignment")
     for name, unit in (
         ("nvlink", "NVLink, default 343 on nodes of 8 and more, 305 on smaller ones"),
         ("nic", "network, default 50: 400 Gb/s per GPU"),
@@ -152,10 +152,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print the table, as text or JSON, or bring a page up to date.
+    """Print the table, as text or JSON, or update a page.
 
     Raises:
-        ConfigError, InputError: the arguments cannot work, a file is missing.
+        ConfigError, InputError: the arguments are invalid, or a file is missing or unreadable.
     """
     if arguments.update:
         page = Path(arguments.update)
@@ -178,7 +178,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def tables(a: argparse.Namespace) -> tuple[list[dict[str, object]], list[str]]:
-    """Rows that the arguments ask for, and what to know about them."""
+    """The requested rows, and notes about them."""
     machine = _machine(a)
     if a.measured:
         from triton_ep.bench.rows import read_rows
@@ -211,7 +211,7 @@ def tables(a: argparse.Namespace) -> tuple[list[dict[str, object]], list[str]]:
 
 
 def updated(text: str) -> str:
-    """A page whose blocks that begin with `$ triton-ep bench model ..` hold what the command prints now."""
+    """The page, with current output in the blocks that begin with `$ triton-ep bench model ..`."""
 
     def again(block: re.Match[str]) -> str:
         rows, notes = tables(parse(block[2].split()))
@@ -221,7 +221,7 @@ def updated(text: str) -> str:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line."""
+    """Parse the words of a command line."""
     parser = argparse.ArgumentParser(prog="triton-ep bench model")
     add_arguments(parser)
     return parser.parse_args(list(words))

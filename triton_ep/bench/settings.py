@@ -1,6 +1,6 @@
-"""What a benchmark run is asked for: shapes, choices to sweep, and the cases that follow from them.
+"""Settings of a benchmark run: shapes, choices to sweep, and the cases that follow from them.
 
-Imports nothing heavy: the command line reads it before it is known how kernels run.
+Imports nothing heavy: the command line imports it before deciding how kernels run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MODELS = {
     "gpt-oss": {"hidden": 2880, "topk": 4, "experts": 128, "ffn": 2880},
 }
 SMALL = {"tokens": 32, "hidden": 64, "topk": 2, "experts": 8, "ffn": 64}
-"""Shape of a run in the interpreter that names none."""
+"""Default shape of a run in the interpreter."""
 PAIRS_PER_GRAPH = 10
 BARRIERS_PER_CALL = 10
 PRODUCTS_BESIDE = 8
 TUNED = -1
-"""In place of a number of programs: the layer chooses, by the tuned tables or by its formula."""
-_MOST = 2**31 - 1  # of a size, and a seed
+"""In place of a number of programs: the layer chooses, from the tuned tables or by its formula."""
+_MOST = 2**31 - 1  # largest size or seed
 _INPUTS = 4
 _INPUTS_INTERPRETED = 2
 _OPS = {
@@ -58,7 +58,7 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens per rank, elements per row, copies per token, experts over all ranks, width of an expert."""
+    """Tokens per rank, elements per row, experts per token, experts over all ranks, width of an expert."""
 
     tokens: int
     hidden: int
@@ -72,23 +72,23 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run. `check` says whether it can work.
+    """One run; `check` validates it.
 
     Attributes:
         command: one of COMMANDS.
         interpreting: kernels are interpreted, on CPU ranks.
-        ranks: of the whole job.
-        local_world_size: ranks per node as told; None: those of a host.
+        ranks: ranks of the whole job.
+        local_world_size: ranks per node; None: the ranks of a host.
         routing: "uniform", "zipf:S", "one-hot" or "file:PATH".
         capacities: "exact" or "static", or both for `moe-layer`.
         alignment: rows to which the segment of an expert is aligned.
         graph: the layer's calls are captured in a CUDA graph.
         backward: `moe-layer` measures a training step as well.
-        refresh_weights: and both with weights that have changed since the call before.
-        precisions: of products of MXFP8 rows in `moe-layer`.
-        few_tokens: `host` looks at a layer of low latency.
-        sm_budget: of the layer; None: no budget.
-        decode: `moe-layer` measures a forward pass of few tokens over an exchange of low latency.
+        refresh_weights: `moe-layer` also measures both with weights that change before each call.
+        precisions: precisions of products of MXFP8 rows in `moe-layer`.
+        few_tokens: `host` measures a low-latency layer.
+        sm_budget: budget of the layer; None: no budget.
+        decode: `moe-layer` measures a forward pass of few tokens over a low-latency exchange.
         csv, plot, timeline: files to write; None: none.
     """
 
@@ -131,18 +131,18 @@ class Settings:
 
     @property
     def capacity(self) -> str:
-        """The first of `capacities`; all there are, but for `moe-layer`."""
+        """The first of `capacities`; the only one except in `moe-layer`."""
         return self.capacities[0]
 
     @property
     def inputs(self) -> int:
-        """Inputs among which the calls rotate, each with rows and a routing of its own."""
+        """Number of inputs that the calls cycle through, each with rows and a routing of its own."""
         if self.interpreting:
             return _INPUTS_INTERPRETED
         return PAIRS_PER_GRAPH if self.low_latency else _INPUTS
 
     def cases(self) -> list[Case]:
-        """What is measured, in order."""
+        """The cases to measure, in order."""
         found = []
         for shape in self.shapes:
             for payload in self.payloads:
@@ -162,7 +162,7 @@ class Settings:
 
     @property
     def low_latency(self) -> bool:
-        """The layer takes its path for few tokens."""
+        """Whether the layer uses its low-latency path."""
         return self.command == "low-latency" or self.decode or self.few_tokens
 
     def _uses_num_sm(self, provider: str) -> bool:
@@ -220,7 +220,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One provider with one choice of options; num_sm is 0 where there is nothing to choose, or TUNED."""
+    """One provider with one choice of options; num_sm is TUNED, or 0 if the provider has no such option."""
 
     settings: Settings
     shape: Shape
@@ -232,7 +232,7 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """The column: how kernels run, capacity, programs, and what is not the default."""
+        """The column `mode`: how kernels run, capacity, programs, and options that differ from the default."""
         s = self.settings
         if s.command in ("barrier", "quantise"):
             return _how(s) if self.provider == "triton_ep" else "torch"
@@ -263,18 +263,18 @@ class Case:
         if self.provider != "triton_ep":
             return f"torch-exact-{width}"
         programs = "ll" if s.decode else "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
-        # Modules for decoding align nothing.
+        # Modules for decoding do not align rows.
         parts = [_how(s), self.capacity, programs, "local", *([] if s.decode else [f"a{s.alignment}"]), width]
         parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)
 
     @property
     def provider_here(self) -> str:
-        """The provider by the name of what runs: on the CPU the collectives are gloo's."""
+        """The provider's name in rows: on the CPU the collectives are gloo's."""
         return self.provider.replace("nccl", "gloo") if self.settings.interpreting else self.provider
 
     def columns(self, op: str, ranks: int, ranks_per_node: int) -> dict[str, object]:
-        """The columns of a row that say what was measured."""
+        """The columns of a row that describe the measured call."""
         s, shape = self.settings, self.shape
         found: dict[str, object] = {"op": op, "provider": self.provider_here, "mode": self.mode}
         found |= {"nodes": ranks // ranks_per_node, "ranks": ranks, "iters": s.iters}
@@ -292,7 +292,7 @@ class Case:
 
 
 def check_routing(spec: str, seed: int) -> None:
-    """Raise ConfigError unless `spec` says how tokens are routed, and `seed` what is drawn for it."""
+    """Raise ConfigError unless `spec` is a valid routing and `seed` a valid seed."""
     kind, _, argument = spec.partition(":")
     if kind not in ("uniform", "zipf", "one-hot", "file") or (kind in ("uniform", "one-hot") and argument):
         raise ConfigError(f"--routing {spec} is none of uniform, zipf:S, one-hot, file:PATH.")
@@ -303,7 +303,7 @@ def check_routing(spec: str, seed: int) -> None:
 
 
 def payloads_of(provider: str, command: str) -> tuple[str, ...]:
-    """What rows of a provider can be made of on the wire."""
+    """The payloads that a provider supports."""
     both = ("triton_ep",) if command == "moe-layer" else ("triton_ep", "nccl", "nccl_dedup", "deep_ep")
     return PAYLOADS if provider in both else PAYLOADS[:1]
 

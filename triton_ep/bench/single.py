@@ -1,4 +1,4 @@
-"""Benchmarks without an exchange: the barrier, quantising rows, and what memory and links of this machine can do."""
+"""Benchmarks without an exchange: the barrier, quantising rows, and the rates of this machine's memory and links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW_PROGRAMS = 32
 
 
 def measure_barrier(job: Job, case: Case) -> dict[str, Measured]:
-    """Several barriers in a row, per barrier: the layer's, or an all_reduce of one number; collective.
+    """Time per barrier of several in a row: the layer's barrier, or an all_reduce of one number; collective.
 
     Raises:
         Unavailable: the provider has no barrier here.
@@ -48,11 +48,11 @@ def measure_barrier(job: Job, case: Case) -> dict[str, Measured]:
 
 
 def measure_quantise(job: Job, case: Case) -> dict[str, Measured]:
-    """Rows [T, H] bf16 to MXFP8, each rank by itself and all at once; bytes are those read and written.
+    """Quantise rows [T, H] bf16 to MXFP8, each rank by itself and all at once; counts bytes read and written.
 
     Raises:
         WrongResult: an element or scale differs from the reference.
-        Unavailable: another provider than triton_ep.
+        Unavailable: the provider is not triton_ep.
     """
     if case.provider != "triton_ep":
         raise Unavailable("quantise measures triton_ep.")
@@ -77,11 +77,11 @@ def copy_rate(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """One way to move bytes between ranks; the best is the floor to which a run compares itself.
+    """One way to move bytes between ranks; a run compares its times with the fastest one.
 
     Attributes:
         provider: "copy_engine", or "push" by `num_sm` programs.
-        num_bytes: that left every rank.
+        num_bytes: bytes out of every rank.
     """
 
     provider: str
@@ -96,9 +96,9 @@ class Floor:
 
 
 def measure_floors(device: torch.device, rank: int, num_ranks: int) -> list[Floor] | str:
-    """The copy engine and a plain push by a kernel, all ranks at once; collective over the world.
+    """Time the copy engine and a plain push by a kernel, all ranks at once; collective over the world.
 
-    In their place, why they cannot be measured, the same on all ranks.
+    Returns the reason, the same on all ranks, if they cannot be measured.
     """
     if num_ranks == 1:
         return "one rank has no links"
@@ -132,7 +132,7 @@ def measure_floors(device: torch.device, rank: int, num_ranks: int) -> list[Floo
             found.append(Floor(provider, num_sm, source.numel() * 8, over_ranks(times)))
     if on_gpu:
         torch.cuda.synchronize(device)
-    heap.barrier()  # nobody stores to a peer's copy any more
+    heap.barrier()  # no rank stores to a peer's buffer any longer
     heap.free(target)
     return found
 

@@ -1,7 +1,7 @@
-"""What people read of rows: tables in units that suit the numbers, no wider than the terminal.
+"""Rows as tables for people, in units that suit the numbers, no wider than the terminal.
 
-What all rows share stands once, above the table. Where kernels are interpreted nothing is compared with links or other
-providers: those times say nothing of a GPU's.
+Values that all rows share stand once, above the table. Rows of interpreted kernels are not compared with links or other
+providers: their times say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADS = {
 }
 _OF_LINKS = ("floor_us", "floor_ratio", "gbps")
 _LEAST_WANTED = ("host_us", "skew_pct", "p20_us", "p80_us", "peak_mib", "kernel_us", "gbps", "floor_us", *_SIZES)
-"""Columns in the order in which they make room in a narrow terminal."""
+"""Columns in the order in which a narrow terminal drops them."""
 
 
 _UNEQUAL = {
@@ -45,7 +45,7 @@ _UNEQUAL = {
     "quantised-before": "gets rows that are quantised already",
     "fp8": "has one scale per 128 values",
 }
-"""What a mode says of work that the layer does and another provider does not."""
+"""By part of a mode: how the work of another provider differs from the layer's."""
 
 
 def interpreted(rows: Sequence[Row]) -> bool:
@@ -54,7 +54,7 @@ def interpreted(rows: Sequence[Row]) -> bool:
 
 
 def time_text(us: float) -> str:
-    """Microseconds in a unit that suits them: "585.1 us", "3.397 ms", "1.203 s"."""
+    """A time in a suitable unit: "585.1 us", "3.397 ms", "1.203 s"."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:
             return f"{us / size:.4g} {unit}"
@@ -62,7 +62,7 @@ def time_text(us: float) -> str:
 
 
 def terminal_width() -> int | None:
-    """Characters in a line of the terminal; None: standard output is none, and takes any line."""
+    """Characters in a line of the terminal; None: standard output is no terminal, so any width fits."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -81,9 +81,9 @@ def _cell(name: str, value: str) -> str:
 
 
 def table(rows: Sequence[Row], width: int | None = None) -> str:
-    """The rows as text, with what they share above; columns without a value are left out.
+    """The rows as text, with shared values above the table and without empty columns.
 
-    width: characters of a line; columns that matter least are left out until lines fit, and named. None: any width.
+    width: characters of a line; the least important columns are dropped, and named, until lines fit. None: any width.
     """
     on_cpu = interpreted(rows)
     if on_cpu:
@@ -112,7 +112,7 @@ def table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def compared(rows: Sequence[Row]) -> list[str]:
-    """Per op, payload and shape a line: the layer's best time beside the best of each other provider, on GPUs."""
+    """A line per op, payload and shape on GPUs: the layer's best time against the best of each other provider."""
     if interpreted(rows):
         return []
     best: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
@@ -138,7 +138,7 @@ def compared(rows: Sequence[Row]) -> list[str]:
 
 
 def added(rows: Sequence[Row]) -> list[str]:
-    """Of exchanges beside products on GPUs: what each adds to the products alone."""
+    """Time that each exchange on GPUs adds to the products that it overlaps."""
     if interpreted(rows):
         return []
     return [
@@ -151,7 +151,7 @@ def added(rows: Sequence[Row]) -> list[str]:
 
 
 def moe_table(rows: Sequence[Row]) -> list[str]:
-    """Rows of MoE layers as text: time, memory, error; on GPUs also times over the collectives' and the products'."""
+    """Rows of MoE layers as text: time, memory, error; on GPUs also ratios to the collectives and the products alone."""
     measured = [row for row in rows if row["op"].startswith("moe_layer") and row["median_us"]]
     if not measured:
         return []
@@ -181,7 +181,7 @@ def moe_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _decode_table(rows: Sequence[Row], on_cpu: bool) -> list[str]:
-    """Decoding layers; on GPUs with their times over that of the bf16 layer, of the collectives, and of the bound."""
+    """Rows of decoding layers; on GPUs with ratios to the bf16 layer, the collectives and the bound."""
     times = {(row["provider"], row["payload"], row["tokens"], row["hidden"]): float(row["median_us"]) for row in rows}
     ratios = [] if on_cpu else ["x bf16", "x nccl", "x bound"]
     lines = [["provider", "mode", "payload", "tokens", "time", *ratios, "error dB"]]

@@ -1,11 +1,11 @@
 """Timing of collective calls: per iteration the slowest rank, over iterations the median.
 
-A call gets the number of its iteration, so that it can take another input each time. On a GPU events bracket it,
-so time in which the GPU waits for the host counts; on the CPU it is the wall clock. Before each iteration the L2
-cache is flushed and the ranks meet, so that no rank starts late.
+A call receives the number of its iteration, so it can use a different input each time. On a GPU events bracket the
+call, so time in which the GPU waits for the host counts; on the CPU the wall clock measures it. Before each iteration
+the L2 cache is flushed and the ranks meet, so that no rank starts late.
 
-`record_calls` says what runs on the device during a call: kernels and copies with their times, from torch's profiler.
-On the CPU the wall clock around each launch of an interpreted kernel stands for it; copies by torch are missing there.
+`record_calls` records the kernels and copies that run on the device during a call, with their times, from torch's
+profiler. On the CPU it takes the wall clock around each launch of an interpreted kernel, and misses copies by torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from triton_ep.runtime import launch as runtime
 
-_FLUSH_BYTES = 2**28  # twice the largest L2 cache there is
+_FLUSH_BYTES = 2**28  # twice the largest L2 cache of any GPU
 _HOST_CALLS = 20
-_MARK = "spin_kernel"  # what torch.cuda._sleep launches
+_MARK = "spin_kernel"  # the kernel of torch.cuda._sleep
 _HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host queues the whole call
 
 Call = Callable[[int], object]
@@ -38,7 +38,7 @@ class Timing:
     """Times of one op in microseconds: of the slowest rank in each iteration.
 
     Attributes:
-        skew_pct: how much less the median of the fastest rank is than that of the slowest.
+        skew_pct: gap between the medians of the fastest and slowest rank, in percent of the slowest.
     """
 
     median_us: float
@@ -56,7 +56,7 @@ class Timer:
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device) if on_gpu else None
 
     def flush(self) -> None:
-        """Write more than the L2 cache holds; nothing on the CPU."""
+        """Write more than the L2 cache holds; does nothing on the CPU."""
         if self._flush is not None:
             self._flush.zero_()
 
@@ -78,7 +78,7 @@ class Timer:
         return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
     def host_time(self, call: Call, meet: Callable[[], None]) -> float | None:
-        """Microseconds that the host of this rank spends in a call, median; None on the CPU. Collective.
+        """Median host microseconds of a call on this rank; None on the CPU. Collective.
 
         The device is idle before each call, so the host never waits for room in its queue.
         """
@@ -109,7 +109,7 @@ def over_ranks(times: list[float]) -> Timing:
 
 
 def slowest(value: float | None) -> float | None:
-    """The largest of what the ranks give, None if one gives none; collective over the world."""
+    """The largest value of any rank, None if a rank has none; collective over the world."""
     everyone: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     found = [value for value in everyone if value is not None]
@@ -117,7 +117,7 @@ def slowest(value: float | None) -> float | None:
 
 
 def summarize(times: list[list[float]]) -> Timing:
-    """times: microseconds of each rank and iteration."""
+    """Summary over ranks and iterations; times: microseconds of each rank and iteration."""
     table = torch.tensor(times, dtype=torch.float64)
     quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     p20, median, p80 = torch.quantile(table.amax(0), quantiles).tolist()
@@ -128,7 +128,7 @@ def summarize(times: list[list[float]]) -> Timing:
 
 @dataclass(frozen=True)
 class Span:
-    """One kernel or copy: when it ran, in microseconds from any zero, and on which stream."""
+    """One kernel or copy: its begin and end, in microseconds from any zero, and its stream."""
 
     name: str
     start_us: float
@@ -142,7 +142,7 @@ class Stage:
 
     Attributes:
         per_call: launches in one call.
-        median_us: of one launch; a kernel that waits for other ranks includes that.
+        median_us: time of one launch, including any wait for other ranks.
     """
 
     name: str
@@ -151,16 +151,16 @@ class Stage:
 
     @property
     def us(self) -> float:
-        """Microseconds of all its launches in one call."""
+        """Microseconds of all launches in one call."""
         return self.per_call * self.median_us
 
 
 def record_calls(
     call: Call, meet: Callable[[], None], flush: Callable[[], None], repeats: int, device: torch.device
 ) -> list[list[Span]]:
-    """Spans of each of `repeats` calls on this rank; collective. Empty where the profiler sees nothing.
+    """Spans of each of `repeats` calls on this rank; collective. Empty if the profiler sees nothing.
 
-    The device is held back while the host queues a call, so that it does not wait for the host between kernels.
+    The device is held back while the host queues a call, so the device does not wait for the host between kernels.
     """
     if device.type != "cuda":
         calls: list[list[Span]] = []
@@ -185,7 +185,7 @@ def record_calls(
 
 
 def spans_of(events: Iterable[Any], kind: DeviceType) -> list[Span]:
-    """The profiler's events on one kind of device, in the order of their start."""
+    """The profiler's events on one kind of device, ordered by start."""
     mine = (event for event in events if event.device_type == kind)
     spans = [
         Span(e.name, e.time_range.start, e.time_range.end, int(getattr(e, "device_resource_id", 0) or 0)) for e in mine
@@ -194,7 +194,7 @@ def spans_of(events: Iterable[Any], kind: DeviceType) -> list[Span]:
 
 
 def split_calls(spans: Sequence[Span], repeats: int) -> list[list[Span]]:
-    """Spans of each call out of those of a record: what started between the second and third mark of each three."""
+    """Split the spans of a record into calls: spans between the second and third mark of each three."""
     marks = [place for place, span in enumerate(spans) if _MARK in span.name]
     if len(marks) != 3 * repeats:
         return []
@@ -202,7 +202,7 @@ def split_calls(spans: Sequence[Span], repeats: int) -> list[list[Span]]:
 
 
 def busy_us(spans: Sequence[Span]) -> float:
-    """Microseconds during which at least one of them ran."""
+    """Microseconds during which at least one span ran."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_us):
         total += max(0.0, span.end_us - max(span.start_us, until))
@@ -211,7 +211,7 @@ def busy_us(spans: Sequence[Span]) -> float:
 
 
 def stages_of(calls: Sequence[Sequence[Span]]) -> list[Stage]:
-    """Stages by name, in the order in which they first came."""
+    """Stages by name, ordered by first appearance."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for span in (span for call in calls for span in call):
         by_name[span.name].append(span.end_us - span.start_us)
@@ -220,7 +220,7 @@ def stages_of(calls: Sequence[Sequence[Span]]) -> list[Stage]:
 
 @contextlib.contextmanager
 def interpreted_launches(found: list[Span]) -> Iterator[None]:
-    """Note every launch of an interpreted kernel. Interpreted launches all pass one function of `runtime`."""
+    """Record every launch of an interpreted kernel; all of them go through one function of `runtime`."""
     interpret = runtime._interpret
 
     def timed(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:

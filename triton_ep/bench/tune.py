@@ -1,7 +1,7 @@
-"""The search behind `triton-ep tune`: one choice after the other, each kept if it is faster.
+"""The search of `triton-ep tune`: one choice after the other, each kept if it is faster.
 
-First the programs of the exchange, then how push, expand, reduce and pull run, in the order in which rows pass them.
-What a kernel does is timed with all that is chosen so far; every candidate must give the right rows first.
+First the programs of the exchange, then rows and warps of push, expand, reduce and pull, in the order in which rows pass
+them. A candidate is timed together with all earlier choices, after a check that it gives the right rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry, format_
 NUM_SM = (8, 16, 20, 24, 32, 48, 64)
 _QUICK_NUM_SM = (16, 24, 32)
 _INTERPRETED_NUM_SM = (1, 2)
-_SLACK = 1.02  # fewer programs are taken if they are slower by no more than this
-_GAIN = 0.99  # another choice of a kernel is taken if its time is below this part of the best
+_SLACK = 1.02  # fewer programs win if they are slower by no more than this factor
+_GAIN = 0.99  # another choice of a kernel wins if its time is below this part of the best
 _OP = {"push": "dispatch", "expand": "dispatch", "reduce": "combine", "pull": "combine"}
-_KERNELS: dict[str, tuple[tuple[int, int], ...]] = {  # rows and warps; what is built in is where a search begins
+_KERNELS: dict[str, tuple[tuple[int, int], ...]] = {  # rows and warps; a search begins with the built-in ones
     "push": ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16)),
     "expand": ((1, 2), (1, 8), (2, 4)),
     "reduce": ((1, 8), (1, 16), (2, 16), (1, 32), (2, 32)),
@@ -47,7 +47,7 @@ _QUICK_KERNELS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to tune: shapes, payloads and candidates of num_sm in `settings`; `out`: file to write, None: none."""
+    """A request: shapes, payloads and candidates of num_sm in `settings`; `out`: file to write, None: none."""
 
     settings: Settings
     quick: bool
@@ -62,13 +62,13 @@ class Request:
         return {name: pairs for name, pairs in found.items() if name != "reduce" or self.settings.local_combine}
 
     def measurements(self) -> int:
-        """Of one case: programs, kernels, and what was chosen once more."""
+        """Measurements of one case: programs, kernels, and the final choice once more."""
         return len(self.settings.num_sm) + sum(len(pairs) for pairs in self.kernels().values()) + 1
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement, microseconds: slowest rank, median. A time that was not taken is None."""
+    """One measurement in microseconds: slowest rank, median. None: not timed."""
 
     entry: TunedEntry
     dispatch_us: float | None
@@ -76,17 +76,17 @@ class Trial:
 
 
 def num_sm_candidates(*, interpreting: bool, quick: bool) -> tuple[int, ...]:
-    """Programs of the exchange that are tried unless the user says which."""
+    """Default candidates for the programs of the exchange."""
     if interpreting:
         return _INTERPRETED_NUM_SM
     return _QUICK_NUM_SM if quick else NUM_SM
 
 
 def run(request: Request) -> None:
-    """Join the job, tune every case, print and write the table, leave. What a rank runs.
+    """Entry point of a rank: join the job, tune every case, print and write the table, leave.
 
     Raises:
-        WrongResult: a candidate does not compute what it should.
+        WrongResult: a candidate computes a wrong result.
     """
     rank = join(request.settings)
     trials = tune_all(request)
@@ -96,7 +96,7 @@ def run(request: Request) -> None:
 
 
 def tune_all(request: Request) -> list[list[Trial]]:
-    """The trials of every case, the last one of each is what was chosen; the same on all ranks. Collective."""
+    """The trials of every case, each ending with the chosen one; the same on all ranks. Collective."""
     settings = request.settings
     device = ep_distributed.current_heap().device
     place = Place(dist.get_rank(), dist.get_world_size(), ep_distributed.local_world_size(), device, {})
@@ -109,7 +109,7 @@ def tune_all(request: Request) -> list[list[Trial]]:
 
 
 def finish(request: Request, trials: list[list[Trial]]) -> None:
-    """Print what was chosen, as TOML or JSON, and write it to the file, beside other entries that it has."""
+    """Print the choices as TOML or JSON, and merge them into the file, which keeps its other entries."""
     entries = [of_case[-1].entry for of_case in trials]
     if request.out is not None:
         path = Path(request.out)
@@ -135,7 +135,7 @@ class _Search:
         self.trials: list[Trial] = []
 
     def run(self) -> list[Trial]:
-        """All trials, the chosen one last, with the times of a measurement of its own."""
+        """All trials; the last is the chosen one, measured again."""
         s = self.request.settings
         start = self._start(self.job.shape)
         trials = [self._try(replace(start, num_sm=num_sm), "dispatch", "combine") for num_sm in s.num_sm]
@@ -160,7 +160,7 @@ class _Search:
     def _start(self, shape: Shape) -> TunedEntry:
         s = self.request.settings
         return TunedEntry(
-            key=Key("", 1, 1, self.payload, shape.hidden, 1),  # the layer that is measured says the right one
+            key=Key("", 1, 1, self.payload, shape.hidden, 1),  # placeholder: `_try` takes the key of the measured layer
             num_sm=1,
             topk=shape.topk,
             experts=shape.experts,
@@ -172,7 +172,7 @@ class _Search:
         )
 
     def _try(self, entry: TunedEntry, *ops: str) -> Trial:
-        """Make a layer of the entry, check it, time the ops; collective."""
+        """Create a layer from the entry, check it, time the ops; collective."""
         job, settings = self.job, self.request.settings
         case = Case(settings, job.shape, "triton_ep", self.payload, entry.num_sm, settings.capacity)
         choices = {name: entry.kernel(name) for name in _OP}
@@ -194,7 +194,7 @@ class _Search:
 
 
 def pick_programs(trials: list[Trial]) -> Trial:
-    """The trial with the fewest programs that is about as fast as the fastest, dispatch and combine together."""
+    """The trial with the fewest programs among those about as fast as the fastest, dispatch and combine together."""
     both = [(trial.dispatch_us or 0.0) + (trial.combine_us or 0.0) for trial in trials]
     least = min(both)
     close = [trial for trial, us in zip(trials, both, strict=True) if us <= least * _SLACK]
