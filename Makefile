@@ -1,7 +1,7 @@
-# Everything runs in .venv, which the first target that needs it creates; no environment variable is asked for.
-#   - On a machine whose python3 has torch, Triton and a CUDA GPU, .venv sees those and nothing is downloaded.
-#   - Elsewhere torch and Triton are installed into .venv: the versions of triton_ep/supported.toml, and the build for
-#     CPUs where there is no NVIDIA driver and pip has no index of its own (tools/environment.py). TORCH names others:
+# Everything runs in .venv, which the first target that needs it creates; no environment variable is required.
+#   - If this machine's python3 has torch, Triton and a CUDA GPU, .venv uses those and downloads nothing.
+#   - Otherwise .venv gets torch and Triton in the versions of triton_ep/supported.toml, and the CPU build of torch if
+#     there is no NVIDIA driver and pip has no index of its own (tools/environment.py). TORCH names others:
 #     make TORCH='torch==2.11.0 triton==3.6.0' demo
 TORCH ?=
 PYTHON ?= python3
@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 CPU := not gpu and not multi_gpu
-# Where the environment forbids Python to keep what it has compiled (images of containers often do), every process would
-# compile all of torch that it imports, for ten seconds, and tests start dozens of processes.
+# If the environment forbids Python to store bytecode (container images often do), every process compiles all of torch
+# that it imports, for ten seconds, and tests start dozens of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# Ranks are processes: more than one compute thread each only makes them fight for the cores.
+# Ranks are processes: with more than one compute thread each they only compete for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-# Three processes of tests for two cores, because ranks and time limits are waited for; files in the order of
-# tests/conftest.py. Where there is no pytest-xdist, beside another environment's torch, one process.
+# Three test processes for two cores, because tests wait for ranks and time limits; files in the order of
+# tests/conftest.py. One process without pytest-xdist, which a lent environment may lack.
 PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 3 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
@@ -31,15 +31,15 @@ demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a 
 	@$(RUN) -m triton_ep.cli demo
 	@echo "next: . $(BIN)/activate && triton-ep doctor"
 
-doctor: $(READY)  ## what this machine has, what will be used, what to install
+doctor: $(READY)  ## what this machine has, what triton_ep will use, what to install
 	$(RUN) -m triton_ep.cli doctor
 
-test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+test: $(TOOLS)  ## lint, types, then every test that needs no GPU; tests with ranks run again in chaos mode
 	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests collected
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 PEERS := build/peers
-peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without what these depend on
+peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without dependencies
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0 \
 	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 sglang==0.5.23 vllm==0.33.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
@@ -53,10 +53,10 @@ checks: $(TOOLS)
 	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \
 	else echo "lint and types are left out: ruff and mypy are not installed beside this machine's torch"; fi
 
-kernels-of-tests: $(TOOLS)  # what the compile gate looks at: every kernel, for every architecture, into build/
+kernels-of-tests: $(TOOLS)  # kernels for the compile gate: every kernel, for every architecture, into build/
 	$(RUN) -m tests.aot.library
 
-collected: $(TOOLS)  # Python compiles the tests and what they import once, and not in each process of pytest
+collected: $(TOOLS)  # compile bytecode of the tests and their imports once, not in each process of pytest
 	@mkdir -p build
 	@$(RUN) -m pytest tests -m "$(CPU)" --collect-only -qqq > build/collected || { cat build/collected; false; }
 
@@ -64,7 +64,7 @@ lint: $(TOOLS)  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
-# mypy sees triton_ep.kernels only where the package map has been applied, hence the installed tree.
+# mypy finds triton_ep.kernels only after setuptools has applied the package map, hence the installed tree.
 types: $(TOOLS)  ## mypy on the installed tree
 	@rm -rf build/lib build/types
 	@$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation --target build/types .
@@ -73,14 +73,14 @@ types: $(TOOLS)  ## mypy on the installed tree
 docs: $(TOOLS)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
 
-# A .venv on a machine's own torch has no pip: there the site needs mkdocs beside that torch.
+# A .venv that uses the machine's own torch has no pip: the site then needs mkdocs installed next to that torch.
 site-packages: $(TOOLS)
 	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
 
 site: site-packages  ## the documentation as a site, in build/site; a warning is a failure
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-site-browser: $(TOOLS)  # Chromium from the system's packages, and what drives it
+site-browser: $(TOOLS)  # Chromium from the system's packages, and its driver
 	@command -v chromedriver > /dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver > /dev/null; }
 	@$(BIN)/python -c 'import selenium' 2>/dev/null || $(BIN)/python -m pip install -q selenium
@@ -103,7 +103,7 @@ cubins: $(TOOLS)  ## the wheel triton-ep-cubins in dist/: kernels for CUBINS=sm_
 	$(RUN) -m triton_ep.aot build --arch $(CUBINS) --out build/cubins --only
 	$(RUN) -m triton_ep.aot wheel --out build/cubins --to dist
 
-# What kernels that cross nodes become with another release of NVSHMEM than the tests' own.
+# Build kernels that cross nodes with another release of NVSHMEM than the tests use.
 NVSHMEM ?= 3.8.0
 NVSHMEM_BUILD := build/nvshmem-$(NVSHMEM)
 TWO_NODES := {"hidden":7168,"topk":8,"num_experts":256,"max_tokens":4096,"ranks":[8,2],"num_sm":24}
@@ -118,7 +118,7 @@ nvshmem: $(TOOLS)  ## the bitcode and the kernels of two nodes with NVSHMEM=3.8.
 BENCH := $(RUN) -m triton_ep.cli bench
 ROWS ?= build/bench.csv
 
-bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/bench.csv, a picture beside it
+bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/bench.csv, and a picture next to it
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 8,16,24,32,64 --payload bf16,mxfp8 --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --tokens 16,128,1024 --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model qwen3-235b --csv $(ROWS)
@@ -129,10 +129,10 @@ bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/
 	$(BENCH) quantise --csv $(ROWS)
 	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)
 
-test-gpu: $(TOOLS)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
+test-gpu: $(TOOLS)  ## the tests that need GPUs (skips, by name, tests for more GPUs than this machine has)
 	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"
 
-# What callers of the last release would notice: names, arguments and defaults that are gone or different.
+# API changes since the last release that break callers: removed or changed names, arguments and defaults.
 BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
 
 api: $(TOOLS)  ## public names that break since BASE (the last tag; without one, the last commit), by stability

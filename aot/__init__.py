@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation of the kernels. Installed, and imported, as `triton_ep.aot`."""
+"""Ahead-of-time compilation of the kernels. Installed and imported as `triton_ep.aot`."""

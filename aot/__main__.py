@@ -1,4 +1,4 @@
-"""`python -m triton_ep.aot`: build the ahead-of-time library, list, verify, pack it, without GPU, driver or torch."""
+"""`python -m triton_ep.aot`: build, list, verify and pack the ahead-of-time library, without GPU, driver or torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SHOWN_ERRORS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Arguments of all commands; returns the parser of each, by name."""
+    """Add the arguments of all commands; returns the parser of each, by name."""
     commands = parser.add_subparsers(dest="aot_command", required=True, metavar="COMMAND")
-    build = commands.add_parser("build", help="compile what a manifest, a configuration or a variant asks for")
+    build = commands.add_parser("build", help="compile the variants of a manifest, a configuration or a list")
     build.add_argument("--arch", required=True, help="e.g. sm_90, or sm_90,sm_100")
     what = build.add_mutually_exclusive_group()
     what.add_argument("--manifest", type=Path, help="TOML; default: the one of the package")
-    what.add_argument("--for-config", metavar="FILE", help="only what one EPConfig needs: TOML, JSON, or JSON itself")
-    what.add_argument("--variant", metavar="FILE", help="single variants, as AotMiss prints them, or a file")
+    what.add_argument("--for-config", metavar="FILE", help="only what one EPConfig needs: TOML or JSON file, or JSON")
+    what.add_argument("--variant", metavar="FILE", help="single variants, as AotMiss prints them, or a file of them")
     build.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: as many as cores")
-    build.add_argument("--force", action="store_true", help="compile again what is there")
-    build.add_argument("--only", action="store_true", help="remove what was not asked for")
-    build.add_argument("--no-nvshmem", action="store_true", help="leave out what calls NVSHMEM, whose bitcode it takes")
-    listed = commands.add_parser("list", help="what a library holds")
+    build.add_argument("--force", action="store_true", help="compile existing variants again")
+    build.add_argument("--only", action="store_true", help="remove all other variants")
+    build.add_argument("--no-nvshmem", action="store_true", help="leave out kernels that need NVSHMEM's bitcode")
+    listed = commands.add_parser("list", help="list the contents of a library")
     verified = commands.add_parser("verify", help="check files, parameters, widths of stores; exit code 1 on any fault")
     wheel = commands.add_parser("wheel", help="pack a library into the wheel triton-ep-cubins")
     wheel.add_argument("--to", type=Path, default=Path("dist"), help="folder of the wheel (default %(default)s)")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what was asked for; returns the exit code."""
+    """Run the chosen command; returns the exit code."""
     if arguments.aot_command == "build":
         return _build(arguments, arguments.out or build_folder())
     out = arguments.out or default_folder()
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _build(arguments: argparse.Namespace, out: Path) -> int:
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {arguments.jobs}.")
-    # Before kernels are imported: Triton decides then that they are to be compiled.
+    # Before kernels are imported: Triton reads this variable at import, and must compile them.
     os.environ["TRITON_INTERPRET"] = "0"
     from triton_ep.aot.build import build
 
@@ -93,7 +93,7 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _need_bitcode() -> None:
-    """Say before anything is compiled how to get NVSHMEM's device bitcode, or do without."""
+    """Raise before any compilation if NVSHMEM's device bitcode is missing, and name the ways out."""
     from triton_ep.heap.bitcode import find_bitcode
 
     try:
@@ -105,7 +105,7 @@ def _need_bitcode() -> None:
 
 
 def _progress(steps: Iterable[Any], total: int) -> Iterable[Any]:
-    """A progress bar on a terminal or a log; without tqdm a line now and then."""
+    """Show a progress bar of tqdm; without tqdm, a line per tenth of the kernels."""
     if total == 0:
         return steps
     try:

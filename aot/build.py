@@ -1,6 +1,6 @@
-"""Building a library: what is asked for, compiled in parallel processes; what has not changed is kept.
+"""Build a library: compile requested variants in parallel processes, and keep unchanged ones.
 
-The bytes written depend on the kernels' sources, Triton's release and NVSHMEM's, and on nothing else: no time, no path.
+The bytes written depend only on the kernels' sources and the releases of Triton and NVSHMEM: not on time or paths.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from triton_ep.runtime.sources import kernels_folder, source_hash
 
 FACTS = "facts.json"
 _BUILDER = 3
-"""Part of every key; to be raised with every change of what a build writes."""
+"""Part of every key; raise it with every change of the files that a build writes."""
 _ARCH = re.compile(r"sm_(\d{2,3})$")
 
 
 @dataclass
 class Summary:
-    """What a build did, for one architecture.
+    """Result of a build for one architecture.
 
     Attributes:
-        built, kept: variants that were compiled, and that were there already.
-        dropped: entries of older sources, which were removed.
-        errors: kernel, variant and traceback of what did not compile.
-        folder: of the architecture.
-        nbytes: of all cubins.
+        built, kept: variants that were compiled, and that existed already.
+        dropped: removed entries of older sources.
+        errors: request and traceback of each variant that did not compile.
+        folder: folder of the architecture.
+        nbytes: bytes of all cubins.
     """
 
     arch: str
@@ -72,24 +72,24 @@ def build(
     only: bool = False,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, total: steps,
 ) -> list[Summary]:
-    """Make `out` hold these variants for these architectures ("sm_90").
+    """Build these variants for these architectures ("sm_90") into `out`.
 
-    Entries that are there already stay, unless they are of older sources.
+    Existing entries stay, unless their sources have changed.
 
     Arguments:
         jobs: processes.
-        force: compile what is there, too.
-        only: remove what is not among `wanted`.
-        progress: wraps what is iterated over, one step per compiled variant, and gets their number.
+        force: compile existing variants again.
+        only: remove entries that are not among `wanted`.
+        progress: wraps the iterator of compiled variants, one step each; also receives their number.
 
     Raises:
-        ConfigError: an architecture, or a kernel, that there is not; a folder that cannot be written to.
+        ConfigError: unknown architecture or kernel, or a folder that cannot be written to.
         HeapError: a variant calls NVSHMEM, and its bitcode is not installed.
     """
     for arch in archs:
         if not _ARCH.match(arch):
             raise ConfigError(f"an architecture is written like sm_90, got {arch!r}.")
-    try:  # better now than after the compilation
+    try:  # before the compilation, which takes long
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
@@ -114,13 +114,13 @@ def build(
 
 
 def _run(todo: Sequence[_Job], jobs: int, bitcode: str | None) -> Iterable[tuple[_Job, dict[str, Any]]]:
-    """Compile in processes of their own; each result as it comes."""
+    """Compile in worker processes; yield each result as it arrives."""
     if not todo:
         return
-    # Compiled, not interpreted, whatever this process does: Triton decides when it is imported.
+    # Workers compile even if this process interprets: Triton reads the variable at import.
     os.environ["TRITON_INTERPRET"] = "0"
     with ProcessPoolExecutor(min(jobs, len(todo)), get_context("spawn"), initializer=_start) as pool:
-        # Those that take longest first, as far as their kernels tell.
+        # Longest compilations first: kernels that call NVSHMEM take longest.
         order = sorted(todo, key=lambda job: (not job.request.calls_nvshmem, job.request.kernel, job.request.text()))
         futures = {pool.submit(_compile, job.request.as_dict(), job.arch, bitcode): job for job in order}
         for future in as_completed(futures):
@@ -137,7 +137,7 @@ def _run(todo: Sequence[_Job], jobs: int, bitcode: str | None) -> Iterable[tuple
 
 
 def _start() -> None:
-    """Of a worker."""
+    """Initialise a worker."""
     import atexit
 
     from triton_ep.aot import compile as compiler
@@ -153,7 +153,7 @@ def _compile(request: dict[str, Any], arch: str, bitcode: str | None) -> dict[st
 
 
 def _kernels() -> dict[str, dict[str, Any]]:
-    """What the run time has to know of each kernel, and the hash of its sources."""
+    """Facts about each kernel that the run time needs, and the hash of its sources."""
     from triton_ep.kernels.spec import all_kernels
 
     found = {}
@@ -165,19 +165,19 @@ def _kernels() -> dict[str, dict[str, Any]]:
 
 
 def _bitcode() -> tuple[str, str, str]:
-    """Path of NVSHMEM's device functions, their hash, and the release that they are of."""
+    """Path of NVSHMEM's device bitcode, its hash, and its release."""
     from triton_ep.heap.bitcode import pruned_bitcode
 
     path = pruned_bitcode(NVSHMEM_SYMBOLS)
     text = path.read_text(encoding="utf-8")
     found = re.search(r"@nvshmemi_device_lib_version_d = .*\{ i32 (\d+), i32 (\d+), i32 (\d+) \}", text)
     if found is None:
-        raise ConfigError(f"{path} does not say which release of NVSHMEM it is of.")
+        raise ConfigError(f"{path} does not name its release of NVSHMEM.")
     return str(path), hashlib.sha256(text.encode()).hexdigest(), ".".join(found.groups())
 
 
 class _Folder:
-    """One architecture's folder while it is built."""
+    """One architecture's folder during a build."""
 
     def __init__(self, path: Path, arch: str, kernels: dict[str, Any], versions: dict[str, str], bitcode: str) -> None:
         self.path, self.arch, self._kernels, self._versions, self._bitcode = path, arch, kernels, versions, bitcode
@@ -186,9 +186,9 @@ class _Folder:
         self._facts: dict[str, dict[str, Any]] = {}
 
     def plan(self, wanted: Sequence[KernelRequest], force: bool, only: bool) -> list[_Job]:
-        """What has to be compiled."""
+        """Keep fresh entries; return the variants to compile."""
         index, facts = _json(self.path / INDEX), _json(self.path / FACTS)
-        # Without bitcode at hand, what calls NVSHMEM is judged by what was used when it was built.
+        # Without bitcode, compare entries that call NVSHMEM with the bitcode of the earlier build.
         self._bitcode = self._bitcode or index.get("bitcode", "")
         self._versions = {**index.get("versions", {}), **self._versions}
         before = index.get("entries", {}) if index.get("format") == FORMAT else {}
@@ -230,7 +230,7 @@ class _Folder:
         self.summary.built += 1
 
     def write(self) -> Summary:
-        """Write the index, and remove files that it does not name."""
+        """Write the index and remove files that it does not name."""
         used = {entry["request"]["kernel"] for entry in self._entries.values()}
         index = {
             "format": FORMAT,
@@ -242,7 +242,7 @@ class _Folder:
         }
         files = {entry["file"] for entry in self._entries.values()}
         if not self._entries and not (self.path / INDEX).exists():
-            return self.summary  # nothing was built, and there is no library
+            return self.summary  # nothing was built, and no library exists
         _write(self.path / FACTS, _text(self._facts))
         _write(self.path / INDEX, _text(index))
         for path in [*self.path.glob("*.cubin"), *self.path.glob("ptx/*.ptx.gz")]:
@@ -252,7 +252,7 @@ class _Folder:
         return self.summary
 
     def _key(self, request: KernelRequest) -> str:
-        """Of all that decides the bytes of a variant."""
+        """Hash of everything that decides the bytes of a variant."""
         kernel = self._kernels[request.kernel]
         parts = [_BUILDER, request.text(), self.arch, kernel["source"], kernel["options"], self._versions["triton"]]
         if request.calls_nvshmem:
@@ -277,7 +277,7 @@ def _text(value: Any) -> bytes:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a file of an earlier build holds; nothing, if there is none or it is broken: all is then built anew."""
+    """Contents of a file of an earlier build; empty if it is missing or broken, so that everything is built again."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -286,7 +286,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file, unless it has these bytes already; others see it complete or not at all."""
+    """Write a file unless it has these bytes already. Atomic: readers see the complete file or none."""
     if path.is_file() and path.read_bytes() == data:
         return
     write_complete(path, data)

@@ -28,13 +28,13 @@ _STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 
 
 def start() -> None:
-    """What a worker does first: nothing is read from Triton's cache, and nothing is left there."""
+    """Initialise a worker: bypass Triton's cache, for reading and writing."""
     triton.knobs.compilation.always_compile = True
     triton.knobs.cache.dir = tempfile.mkdtemp(prefix="triton-ep-aot-")
 
 
 def stop() -> None:
-    """Remove what `start` made."""
+    """Remove the folder that `start` created."""
     import shutil
 
     shutil.rmtree(triton.knobs.cache.dir, ignore_errors=True)
@@ -42,7 +42,7 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def _without_line_info(kept: dict[str, str]) -> Iterator[None]:
-    """Assemble cubins without places of the source, whose paths differ from machine to machine; `kept` gets the PTX."""
+    """Assemble cubins without source locations, whose paths differ between machines; store the PTX in `kept`."""
     assemble = CUDABackend.make_cubin
     knobs = triton.knobs.compilation
 
@@ -64,9 +64,9 @@ def _without_line_info(kept: dict[str, str]) -> Iterator[None]:
 
 
 def compile_request(text: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
-    """What `KernelRequest.as_dict` says, compiled: "cubin", "ptx", "entry" and "facts"; or "error" alone.
+    """Compile a request: "cubin", "ptx", "entry" and "facts"; or "error" alone.
 
-    arch: "sm_90". bitcode: for kernels that call NVSHMEM.
+    text: from `KernelRequest.as_dict`. arch: "sm_90". bitcode: for kernels that call NVSHMEM.
     """
     request = KernelRequest.from_dict(text)
     try:
@@ -92,7 +92,7 @@ def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str
 def _facts(
     spec: KernelSpec, request: KernelRequest, ttgir: str, ptx: str, cubin: bytes, threads: int
 ) -> dict[str, Any]:
-    """What the compile gate and `verify` look at; see aot/verify.py."""
+    """Facts that the compile gate and `verify` check; see aot/verify.py."""
     narrow, wide_stores = narrow_accesses(ttgir, ptx, threads)
     instructions = [set(name.split(".")) for name in re.findall(r"\b(?:atom|red|ld|st)\.[\w.:]+", ptx)]
     matrix = re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor)\b", ptx)
@@ -115,7 +115,7 @@ def _facts(
 
 
 def _local_bytes(cubin: bytes) -> int:
-    """Stack and local memory of a thread."""
+    """Bytes of stack and local memory per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

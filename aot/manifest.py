@@ -1,4 +1,4 @@
-"""What is built: the manifest (manifest.toml), one EPConfig, or single variants, as lists of what call sites ask for.
+"""What to build: the manifest (manifest.toml), one EPConfig, or single variants, as lists of kernel requests.
 
 Imports neither torch nor Triton, except for `declared_variants`.
 """
@@ -25,9 +25,9 @@ _SHAPE = {field.name for field in dataclasses.fields(Shape)} - {"network", "inte
 _USES = {field.name for field in dataclasses.fields(layers.LayerCalls)}
 _OTHER = {"token_dtype", "gpus", "ranks"}
 _IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned"}
-"""Fields of EPConfig that decide nothing about kernels, or are given otherwise."""
+"""Fields of EPConfig that do not affect kernels, or are given by other fields."""
 _KINDS = {field.name: str(field.type) for kind in (Shape, layers.LayerCalls) for field in dataclasses.fields(kind)}
-"""Types of fields, as they are written there."""
+"""Types of these fields, as text."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "ids": ("i32", "i64"),
     "weights": (False, True),
@@ -40,7 +40,7 @@ _PRODUCTS: dict[str, Any] = {
     "experts": experts.experts,
     "experts_backward": experts_backward.experts_backward,
 }
-"""What no layer owns."""
+"""Kernels that belong to no layer."""
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
 
 
@@ -50,10 +50,10 @@ def default_manifest() -> Path:
 
 
 def read_manifest(path: Path) -> list[KernelRequest]:
-    """What a manifest names, without repetition.
+    """The requests of a manifest, without repetition.
 
     Raises:
-        ConfigError: it cannot be read, or names what there is not; with the entry.
+        ConfigError: the manifest is unreadable, or an entry is wrong; names the entry.
     """
     table = _read(path)
     unknown = set(table) - {"format", "models", "layer", "declared", "variant", *_PRODUCTS}
@@ -86,14 +86,13 @@ def _check_tables(given: Any, name: str, path: Path) -> None:
 
 
 def read_config(text: str) -> list[KernelRequest]:
-    """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
+    """The requests of one EPConfig; `text` is JSON, or the path of a TOML or JSON file.
 
-    Fields are those of EPConfig, and of triton_ep.runtime.plans.layers.LayerCalls: how the layer is called. What is
-    left out has the default that it has there. `grouped_gemm`, `mxfp8`, `experts`, `experts_backward`: tables as in a
-    manifest.
+    Accepts the fields of EPConfig, and those of triton_ep.runtime.plans.layers.LayerCalls, which say how the layer is
+    called; both keep their defaults. `grouped_gemm`, `mxfp8`, `experts`, `experts_backward`: tables as in a manifest.
 
     Raises:
-        ConfigError: it cannot be read, or a field is missing or unknown.
+        ConfigError: the text is unreadable, or a field is missing or unknown.
     """
     inline = text.lstrip().startswith("{")
     where = "the configuration" if inline else text
@@ -111,18 +110,18 @@ def read_variants(text: str) -> list[KernelRequest]:
     """Single variants, as an `AotMiss` prints them: JSON of one, or the path of a file with one per line.
 
     Raises:
-        ConfigError: it cannot be read, or is no variant.
+        ConfigError: the text is unreadable, or is no variant.
     """
     lines = [text] if text.lstrip().startswith("{") else _lines(Path(text))
     return unique(_variant(_json(line, text), text) for line in lines)
 
 
 def of_config(values: Mapping[str, Any], where: str) -> list[KernelRequest]:
-    """What a layer of these fields needs. `ranks` may be given for [ranks per node, nodes], `gpus` to take the choices
-    of the tuned tables for these GPUs; payload "bf16" is None.
+    """The requests of a layer with these fields. `ranks`: [ranks per node, nodes]. `gpus`: add the choices of the tuned
+    tables for these GPUs. Payload "bf16" means None.
 
     Raises:
-        ConfigError: a field is missing, unknown, or has a value that no layer takes; with the field.
+        ConfigError: a field is missing, unknown, or has an invalid value; names the field.
     """
     given = {name: value for name, value in values.items() if name not in _IGNORED}
     if "ranks" in given:
@@ -152,7 +151,7 @@ def of_config(values: Mapping[str, Any], where: str) -> list[KernelRequest]:
 
 
 def _faults(given: Mapping[str, Any], token: str) -> Iterator[str]:
-    """What is wrong with the fields of a layer; without torch, so not by an EPConfig."""
+    """Faults in the fields of a layer. Checked here because EPConfig needs torch."""
     for name, kind in _KINDS.items():
         value = given.get(name, None)
         if name in given and kind == "int" and (type(value) is not int or value < 1):
@@ -175,7 +174,7 @@ def _faults(given: Mapping[str, Any], token: str) -> Iterator[str]:
 
 
 def _misfits(given: Mapping[str, Any], token: str) -> Iterator[str]:
-    """What does not go together, of fields that could be right each by itself."""
+    """Faults of fields that are valid alone but not together."""
     ranks, per_node, experts, topk, hidden = (
         given[name] for name in ("world_size", "local_world_size", "num_experts", "topk", "hidden")
     )
@@ -207,7 +206,7 @@ def _are(values: Any, kind: type) -> bool:
 
 
 def _tuned(s: Shape, gpu: str) -> Shape:
-    """The shape with what the tuned tables say for a GPU; itself, if they say nothing."""
+    """The shape with the choices of the tuned tables for a GPU; unchanged if they have none."""
     payload = s.payload or ("bf16" if TOKEN_BYTES[s.token] == 2 else "float32")
     tokens = 1 << (s.max_tokens - 1).bit_length()
     entry = look_up(Key(gpu, s.local_world_size, s.num_nodes, payload, s.hidden, tokens))
@@ -231,7 +230,7 @@ def declared_variants() -> list[KernelRequest]:
 
 
 def unique(found: Iterable[KernelRequest]) -> list[KernelRequest]:
-    """Without repetition, in order of kernels."""
+    """Requests without repetition, sorted by kernel."""
     by_signature = {request.signature(): request for request in found}
     return sorted(by_signature.values(), key=lambda request: (request.kernel, request.text()))
 

@@ -1,4 +1,4 @@
-"""What a compiled kernel gives away: widths of its accesses, what it calls, what it spills. Text in, facts out."""
+"""Facts about a compiled kernel from its text: widths of its accesses, source locations, spilled bytes."""
 
 import re
 from collections import defaultdict
@@ -8,14 +8,14 @@ Place = tuple[str, int, int]
 """File, line and column of the source."""
 
 FULL_WIDTH = 16
-"""Bytes of the widest access that every supported GPU has; what a row must be moved with."""
+"""Bytes of the widest access of every supported GPU; rows must be moved with it."""
 
 _BITS = {"i1": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 _ACCESS = re.compile(r"\b(ld|st)\.(?:\w+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 
 
 def _places(ttgir: str) -> dict[str, Place]:
-    """Where each `#loc` alias of the IR points, innermost function first."""
+    """The source place of each `#loc` alias of the IR, in the innermost function."""
     direct: dict[str, Place] = {}
     alias: dict[str, str] = {}
     for name, body in re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.MULTILINE):
@@ -34,9 +34,9 @@ def _places(ttgir: str) -> dict[str, Place]:
 
 
 def tiles(ttgir: str, num_threads: int) -> Iterator[tuple[str, Place, str]]:
-    """Loads and stores ("ld", "st") of which every thread has at least 16 bytes: their place and tensor type.
+    """Loads and stores ("ld", "st") with at least 16 bytes per thread: their place and tensor type.
 
-    Volatile ones are left out: they poll flags, each of which must be read by one access of its own width.
+    Volatile accesses are left out: they poll flags, and each flag must be read by one access of its own width.
     """
     places = _places(ttgir)
     for op, operands, shape, element, loc in re.findall(
@@ -58,7 +58,7 @@ def accesses(ptx: str) -> dict[tuple[str, Place], set[int]]:
     files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"(.*)"', ptx, re.MULTILINE)}
     found: dict[tuple[str, Place], set[int]] = defaultdict(set)
     place: Place | None = None
-    places_to_take = None  # inside inline assembly: how many more to believe; None outside
+    places_to_take = None  # inside inline assembly: number of places still to accept; None outside
     for line in ptx.splitlines():
         code, _, comment = line.partition("//")
         if comment.strip() == "begin inline asm":
@@ -66,22 +66,22 @@ def accesses(ptx: str) -> dict[tuple[str, Place], set[int]]:
         elif comment.strip() == "end inline asm":
             places_to_take = None
         if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", code):
-            # Triton 3.9 counts the lines of the assembly text on from the place of the statement.
+            # Triton 3.9 numbers the lines of the assembly text from the statement's line on; only the first is real.
             if places_to_take != 0:
                 place = (files[int(match[1])], int(match[2]), int(match[3]))
             places_to_take = None if places_to_take is None else 0
         elif re.match(r"\s*(\.visible\s+|\.weak\s+)*\.(func|entry)\b", code):
-            place = None  # functions of the bitcode carry no places
+            place = None  # functions of the bitcode have no places
         elif place is not None and (match := _ACCESS.search(code)):
             found[match[1], place].add(int(match[2] or 1) * int(match[3]) // 8)
     return found
 
 
 def narrow_accesses(ttgir: str, ptx: str, num_threads: int) -> tuple[list[str], int]:
-    """Accesses of tiles that are narrower than 16 bytes, as text; and the number of stores that are not.
+    """Tile accesses narrower than 16 bytes, as text, and the number of wide stores.
 
-    A tile is what `tiles` finds. One of which the PTX shows no instruction counts as narrow, so that a change
-    in Triton's output cannot blind this check.
+    Tiles come from `tiles`. A tile without an instruction in the PTX counts as narrow, so that a change in Triton's
+    output cannot blind this check.
     """
     seen = accesses(ptx)
     narrow: dict[str, None] = {}
@@ -110,7 +110,7 @@ def local_bytes(resource_usage: str) -> int:
 
 
 def without_places(ptx: str) -> str:
-    """The PTX without places of the source and debug sections, whose paths differ from machine to machine."""
+    """The PTX without source locations and debug sections, whose paths differ between machines."""
     lines, inside = [], False
     for line in ptx.splitlines():
         word = line.strip()

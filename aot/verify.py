@@ -1,4 +1,4 @@
-"""Whether a library is what it says: files, hashes, parameters, and what its PTX does. Needs no GPU and no torch."""
+"""Verify a library: files, hashes, parameters, and the accesses of its PTX. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SVAL = 4
 
 
 def verify(folder: Path) -> tuple[list[str], int]:
-    """Faults of a library, as text, and the number of variants looked at.
+    """Faults of a library, as text, and the number of variants checked.
 
-    Of each variant: the cubin has the hash of the index and is for the architecture; it takes as many parameters, of
-    the sizes that the launch interface says, in its PTX and in its own tables; its PTX is what was assembled; a kernel
-    that moves rows of tokens stores 16 bytes at a time, and no tile narrower; one without NVSHMEM names nothing of it,
-    and one with it has the state by which NVSHMEM starts it; its sources are those of this package.
+    Checks of each variant: the cubin has the hash of the index and is for the architecture. Its parameters match the
+    launch interface: number and types in the PTX, number in the cubin's tables. Its PTX is what was assembled. A kernel
+    that moves rows of tokens stores 16 bytes at a time, and no tile narrower. A kernel without NVSHMEM does not name
+    it; one with NVSHMEM has the state by which NVSHMEM starts it. Its sources are those of this package.
     """
     faults: list[str] = []
     checked = 0
@@ -44,7 +44,7 @@ def verify(folder: Path) -> tuple[list[str], int]:
             faults.append(f"{arch}: {error}")
             continue
         except (OSError, ValueError, RecursionError) as error:
-            faults.append(f"{arch}: {FACTS} cannot be read: {error}. Build what is needed again; it is written then.")
+            faults.append(f"{arch}: {FACTS} cannot be read: {error}. Build the library again, which writes it.")
             continue
         named = {entry.file for entry in library.entries}
         there = {path.name for path in (folder / arch).glob("*.cubin")}
@@ -62,7 +62,7 @@ def _of_entry(library: Library, entry: Entry, facts: Mapping[str, Any], arch: st
         yield "built from other sources than those of this package"
     told = facts.get(entry.request.signature()) if isinstance(facts, dict) else None
     if not isinstance(told, dict) or not set(told) >= _NOTED:
-        yield "nothing is noted about it"
+        yield "its facts are missing or incomplete"
         return
     try:
         cubin = library.read(entry)
@@ -92,9 +92,9 @@ def _of_ptx(ptx: str, entry: Entry, told: Mapping[str, Any], specialised: bool) 
         return
     if tuple(kinds) != entry.params:
         yield f"the PTX takes {kinds}, the index says {list(entry.params)}"
-    # Rows whose length is no multiple of 16 can only be moved in smaller pieces.
+    # Rows whose length is no multiple of 16 bytes can only be moved in smaller pieces.
     whole = told["moves_rows"] and (bool(entry.request.aligned) or not specialised) and not entry.request.unaligned
-    # Of short rows a thread of the program may have less than 16 bytes: then there is no wide store to be found.
+    # With short rows a thread may have less than 16 bytes: then the kernel has no wide store.
     if whole and told["wide_stores"] and not _WIDE_STORE.search(ptx):
         yield "it stored rows of tokens 16 bytes at a time when it was built, but its PTX has no such store"
     if whole and told["narrow"]:
@@ -120,10 +120,10 @@ def _of_cubin(cubin: bytes, entry: Entry, arch: str) -> Iterator[str]:
 
 
 def _parameters_of(cubin: bytes, symbol: str) -> int:
-    """Number of parameters that the driver is told of, in the section .nv.info of the kernel.
+    """Number of parameters in the kernel's section .nv.info, which the driver reads.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the section is missing.
     """
     data = _section(cubin, f".nv.info.{symbol}")
     count, at = 0, 0

@@ -1,9 +1,9 @@
-"""A library as a wheel of its own, `triton-ep-cubins`; installed beside the package, it is found by its name.
+"""Pack a library as a wheel of its own, `triton-ep-cubins`; the package finds it by name once installed.
 
     triton_ep_cubins/__init__.py
-    triton_ep_cubins/cubins/sm_90/   what the library has: index, cubins, and what `verify` looks at
+    triton_ep_cubins/cubins/sm_90/   contents of the library: index, cubins, and the files that `verify` reads
 
-The same library gives the same bytes: no time and no path is in them.
+The same library gives the same bytes, which contain no times and no paths.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from triton_ep.aot.verify import verify
 from triton_ep.errors import AotCorrupted, AotMiss
 from triton_ep.runtime.library import COMPANION, INDEX, Library, architectures
 
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # a zip file can name no time before
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # a zip file cannot hold an earlier time
 _TAG = "py3-none-any"
 
 
 def write_wheel(library: Path, to: Path) -> Path:
     """Write a wheel with all architectures of a library; returns its path.
 
-    library: folder, as `triton_ep.aot.build.build` leaves it.
-    to: folder of the wheel; it is made.
+    library: folder written by `triton_ep.aot.build.build`.
+    to: folder of the wheel; created if needed.
 
-    The wheel asks for exactly this version of triton-ep: cubins serve the sources that they were built from.
+    The wheel requires exactly this version of triton-ep: cubins fit only the sources that they were built from.
 
     Raises:
-        AotMiss: there is no library.
-        AotCorrupted: it has faults; names the first.
+        AotMiss: the folder has no library.
+        AotCorrupted: the library has faults; names the first.
     """
     archs = architectures(library)
     if not archs:
@@ -65,7 +65,7 @@ def write_wheel(library: Path, to: Path) -> Path:
 
 
 def _files(libraries: Sequence[Library]) -> Iterator[Path]:
-    """Files of a library, in order."""
+    """Files of the libraries, in order."""
     for library in libraries:
         folder = library.folder / library.arch
         yield from (folder / INDEX, folder / FACTS)
@@ -92,7 +92,7 @@ def _metadata(libraries: Sequence[Library]) -> str:
 
 
 def _record(files: dict[str, bytes], own: str) -> str:
-    """Name, hash and size of every file; of itself the name alone."""
+    """RECORD of the wheel: name, hash and size of every file; for RECORD itself the name alone."""
 
     def digest(data: bytes) -> str:
         return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,4 +1,4 @@
-"""What mkdocs needs for these pages: sources that pages link to become pages, and blocks lose their test marks."""
+"""Hooks of mkdocs: create pages for linked source files, and remove the test marks of code blocks."""
 
 import os
 import re
@@ -13,7 +13,7 @@ _LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
 def _source_page(page: str, link: str) -> str | None:
-    """Address below docs/ of the page made for a linked source; None: the link stays inside docs/.
+    """Address under docs/ of the page generated for a linked source; None: the link stays inside docs/.
 
     page: the linking page, relative to docs/.
     """
@@ -25,7 +25,7 @@ def _source_page(page: str, link: str) -> str | None:
 
 
 def _source_text(target: Path) -> str:
-    """A page as it is, another file as one block, a folder as a list of its files."""
+    """Text of the generated page: a page unchanged, another file as one block, a folder as a list of its files."""
     name = target.relative_to(ROOT)
     if target.is_dir():
         return "\n".join([f"# {name}/", "", *(f"- `{each.name}`" for each in sorted(target.glob("*.py")))])
@@ -36,19 +36,19 @@ def _source_text(target: Path) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for every file outside of docs/ that a page links to."""
+    """Add a page for every file outside docs/ that a page links to."""
     for file in list(files.documentation_pages()):
         for link, _ in _LINK.findall(Path(file.abs_src_path).read_text()):
             address = _source_page(file.src_uri, link)
             if address and files.get_file_from_path(address) is None:
                 text = _source_text((DOCS / file.src_uri).parent.joinpath(link).resolve())
-                # Reached by links alone.
+                # Reached only by links.
                 files.append(File.generated(config, address, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links at the pages of sources, and drop what follows the language of a block."""
+    """Point links at the pages of sources, and drop the words after the language of a block."""
 
     def mend(found: re.Match[str]) -> str:
         address = _source_page(page.file.src_uri, found[1])

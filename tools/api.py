@@ -1,7 +1,7 @@
-"""What callers of an earlier commit would notice: names, arguments and defaults that are gone or different.
+"""List API changes since an earlier commit that break callers: removed or changed names, arguments and defaults.
 
-Each breach is listed with its class in docs/reference/stability.md; private names are left out. The exit code is 1 if
-anything stable breaks. Run it in a checkout: python tools/api.py COMMIT.
+Each breach has its class from docs/reference/stability.md; private names are left out. The exit code is 1 if anything
+stable breaks. Run it in a checkout: python tools/api.py COMMIT.
 """
 
 import re
@@ -21,29 +21,29 @@ def classes() -> dict[str, str]:
 
 
 def class_of(name: str, rows: Mapping[str, str]) -> str:
-    """Class of a name: that of the longest row which begins it."""
+    """Class of a name: the class of the longest row that is a prefix of it."""
     parts = name.split(".")
     return next(rows[row] for end in range(len(parts), 0, -1) if (row := ".".join(parts[:end])) in rows)
 
 
 def public_names() -> list[str]:
-    """Names that the reference lists."""
+    """Names listed in the reference."""
     return re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/reference/api.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def homes(package: griffe.Object) -> dict[str, str]:
-    """Where each public name is defined -> the name."""
+    """Place of definition -> public name."""
     found = {}
     for name in public_names():
         try:
             found[package[name.partition(".")[2]].canonical_path] = name
-        except (KeyError, griffe.AliasResolutionError):  # made when it is imported
+        except (KeyError, griffe.AliasResolutionError):  # created at import
             found[name] = name
     return found
 
 
 def breaches(before: griffe.Object, now: griffe.Object) -> Iterator[tuple[str, str]]:
-    """(class, what breaks) of every public name."""
+    """(class, breach) of every public name that breaks."""
     rows = classes()
     public = {**homes(now), **homes(before)}
     for breakage in griffe.find_breaking_changes(before, now):
@@ -55,13 +55,13 @@ def breaches(before: griffe.Object, now: griffe.Object) -> Iterator[tuple[str, s
 
 
 def _told(breakage: griffe.Breakage) -> str:
-    """What griffe says of it in one line, without its place."""
+    """griffe's explanation in one line, without the place."""
     text = breakage.explain(griffe.ExplanationStyle.ONE_LINE)
     return re.sub(r"\x1b\[[\d;]*m", "", text).split(": ", 1)[-1]
 
 
 def main(commit: str) -> int:
-    """Print what breaks since a commit; returns the exit code."""
+    """Print the breaches since a commit; returns the exit code."""
     before = griffe.load_git("triton_ep", ref=commit, repo=ROOT, search_paths=["."], resolve_aliases=True)
     found = sorted(breaches(before, griffe.load("triton_ep", search_paths=[str(ROOT)], resolve_aliases=True)))
     for kind, text in found:

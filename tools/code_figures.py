@@ -1,4 +1,4 @@
-"""Figures of the code that CHANGELOG.md quotes: python tools/code_figures.py [checkout ...], a column for each.
+"""Figures of the code that CHANGELOG.md quotes: python tools/code_figures.py [checkout ...], a column per checkout.
 
 git worktree add /tmp/before 8fb6e15 && python tools/code_figures.py /tmp/before .
 """
@@ -17,7 +17,7 @@ MOST_PARAMETERS = 10
 
 
 def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef]]:
-    """Every function and method below a folder, with its file."""
+    """Every function and method under a folder, with its file."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
@@ -25,20 +25,20 @@ def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef]]:
 
 
 def has_many_parameters(node: ast.FunctionDef) -> bool:
-    """More than MOST_PARAMETERS, without a method's own object."""
+    """Whether a function has more than MOST_PARAMETERS parameters, not counting self or cls."""
     given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
     overloaded = any(ast.unparse(each) == "overload" for each in node.decorator_list)
     return not overloaded and len([a for a in given if a.arg not in ("self", "cls")]) > MOST_PARAMETERS
 
 
 def occurrences(folder: Path, names: tuple[str, ...]) -> int:
-    """Of whole words in the sources below a folder."""
+    """Occurrences of whole words in the sources under a folder."""
     pattern = re.compile(rf"\b({'|'.join(names)})\b")
     return sum(len(pattern.findall(path.read_text())) for path in folder.rglob("*.py"))
 
 
 def bare_indices(folder: Path) -> int:
-    """Subscripts of the records of a dispatch by a number, or by a slice with a number: which field, nobody can see."""
+    """Subscripts of the records of a dispatch by a number, or a slice with a number, which hide the field's name."""
     found = 0
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -49,7 +49,7 @@ def bare_indices(folder: Path) -> int:
 
 
 def inherited_calls(package: Path) -> int:
-    """Public methods that EPAll2AllLayer has from classes of other files."""
+    """Public methods that EPAll2AllLayer inherits."""
     classes = {
         node.name: node
         for path in package.rglob("*.py")
@@ -69,7 +69,7 @@ def inherited_calls(package: Path) -> int:
 
 
 def lines(paths: Iterator[Path]) -> int:
-    """Of all these files together."""
+    """Total number of lines of these files."""
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
@@ -93,7 +93,7 @@ def figures(root: Path) -> dict[str, int]:
 
 
 def main(checkouts: list[str]) -> None:
-    """Print a line per figure."""
+    """Print one line per figure."""
     columns = [figures(Path(checkout)) for checkout in checkouts or ["."]]
     for name in columns[0]:
         print(f"{name:65}", *(f"{column[name]:6}" for column in columns))

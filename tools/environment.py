@@ -1,8 +1,8 @@
-"""Make the Makefile's virtual environment: torch and Triton that fit this machine, and this checkout; later its tools.
+"""Create the Makefile's virtual environment: torch and Triton for this machine, this checkout, and later its tools.
 
-A machine whose Python has torch, Triton and a CUDA GPU lends them: nothing is downloaded. Elsewhere they are installed;
-where there is no NVIDIA driver, torch's build for CPUs, a fifth of the download. What the tests need comes with
-`--tools`, so that a first look does not wait for it. Runs on a bare Python.
+If this machine's Python has torch, Triton and a CUDA GPU, the environment uses them and downloads nothing. Otherwise it
+installs them; without an NVIDIA driver it takes torch's CPU build, a fifth of the download. `--tools` adds the packages
+that the tests need, so that the first run does not wait for them. Runs on a bare Python.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-LEAST_PYTHON = (3, 11)  # before supported.toml can be read: tomllib is as old
+LEAST_PYTHON = (3, 11)  # checked before reading supported.toml: tomllib needs 3.11, too
 _SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
-_CPU_SIZE, _CUDA_SIZE = "0.5 GB", "3 GB"  # torch, Triton and what they need, as pip downloads them
-_READY, _TOOLS = ".ready", ".tools"  # the Makefile's marks that an environment, and its tools, are there
+_CPU_SIZE, _CUDA_SIZE = "0.5 GB", "3 GB"  # pip's downloads of torch, Triton and their dependencies
+_READY, _TOOLS = ".ready", ".tools"  # marks for the Makefile: the environment exists; its tools exist
 _FOR_DEMO, _FOR_TESTS = "bench", "test"  # extras of this package
 _HOST_PROBE = "import sys, torch, triton; sys.exit(not torch.cuda.is_available())"
 _COMMAND = """#!{python}
@@ -31,7 +31,7 @@ sys.exit(main())
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded here, or its tool is there."""
+    """Whether an NVIDIA driver is loaded, or nvidia-smi is installed."""
     return (
         Path("/proc/driver/nvidia/version").exists()
         or Path("/dev/nvidiactl").exists()
@@ -40,28 +40,28 @@ def has_driver() -> bool:
 
 
 def own_sources(pip_config: str) -> bool:
-    """Whether pip looks anywhere but on PyPI.
+    """Whether pip is configured to use sources other than PyPI.
 
-    pip_config: what `pip config list` prints: files and variables of the environment alike.
+    pip_config: output of `pip config list`, which covers files and environment variables.
     """
     keys = (line.split("=", 1)[0].rsplit(".", 1)[-1] for line in pip_config.splitlines())
     return any(key in _SOURCES for key in keys)
 
 
 def torch_requirements(torch: str, triton: str, *, driver: bool, own_index: bool) -> list[list[str]]:
-    """Arguments of `pip install` that bring torch and Triton, in the order in which to try them.
+    """Arguments of `pip install` for torch and Triton, in the order in which to try them.
 
     torch, triton: versions.
-    driver: whether there is an NVIDIA driver; then the build of the index, with CUDA, is the one to take.
-    own_index: pip is configured to look elsewhere; which build is there, its owner has decided.
+    driver: an NVIDIA driver is present, so take the index's default build, with CUDA.
+    own_index: pip is configured to look elsewhere; the owner of that index has chosen the build.
 
-    The build for CPUs is asked for by its local version, `+cpu`, which is on torch's index for CPUs alone: the second
-    index can change no other package.
+    The CPU build is requested by its local version, `+cpu`, which exists only on torch's CPU index: the extra index
+    cannot change any other package.
     """
     plain = [f"torch=={torch}", f"triton=={triton}"]
     if driver or own_index:
         return [plain]
-    # Two tries and 15 s are enough to see that a firewall hides the index.
+    # Two tries of 15 s suffice to detect a firewall.
     cpu = ["--retries", "1", "--timeout", "15", "--extra-index-url", CPU_WHEELS, f"torch=={torch}+cpu", plain[1]]
     return [cpu, plain]
 
@@ -71,14 +71,14 @@ def _say(text: str) -> None:
 
 
 def _lend(folder: Path) -> None:
-    """An environment that sees the packages of this Python, and this checkout."""
+    """Create an environment that sees the packages of this Python, and this checkout."""
     _say(f"using the torch of {sys.executable}; nothing is downloaded")
     command = [sys.executable, "-m", "venv", "--clear", "--without-pip", "--system-site-packages", str(folder)]
     subprocess.run(command, check=True)
     python = folder / "bin/python"
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    # Where this Python is an environment itself, its packages are not those of the system.
+    # If this Python is itself a virtual environment, system site packages do not include torch.
     code = "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])"
     of_torch = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     Path(site, "checkout-and-torch.pth").write_text(f"{ROOT}\n{of_torch}\n")
@@ -92,18 +92,18 @@ def _pip(folder: Path) -> list[str]:
 
 
 def _install_checkout(folder: Path, extra: str) -> None:
-    """This checkout, editable, with one of its extras."""
+    """Install this checkout, editable, with one of its extras."""
     this = f".[{extra}]"
     _say(f"pip install -e '{this}'")
-    # Python compiles what it imports; compiling all that pip unpacks takes longer than the demo.
+    # Python compiles modules at import; compiling every installed file takes longer than the demo.
     subprocess.run([*_pip(folder), "install", "--no-compile", "-e", this], cwd=ROOT, check=True)
 
 
 def _install(folder: Path, requirements: str | None) -> None:
-    """An environment of its own."""
+    """Create an environment with packages of its own."""
     begun = time.monotonic()
     driver = has_driver()
-    # Said before anything that takes a second.
+    # Report before the first slow step.
     if requirements:
         _say(f"creating {folder} with {requirements}, as TORCH says")
     elif driver:
@@ -137,18 +137,18 @@ def _install(folder: Path, requirements: str | None) -> None:
 
 
 def _add_tools(folder: Path) -> None:
-    """What lint, types and tests need; a lent environment has what its machine has."""
+    """Install the packages for lint, types and tests; a lent environment keeps its machine's packages."""
     if (folder / _READY).read_text().strip() == "own":
         _install_checkout(folder, _FOR_TESTS)
     (folder / _TOOLS).touch()
 
 
 def main() -> None:
-    """Make the environment, and note in its `.ready` whether it is lent ("host") or its own ("own"); or add tools."""
+    """Create the environment, and note in its `.ready` whether packages are lent ("host") or its own ("own"); or add tools."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="of the environment")
-    parser.add_argument("--torch", metavar="REQUIREMENTS", help="in place of the choice by what this machine has")
-    parser.add_argument("--tools", action="store_true", help="add what the tests need to the environment that is there")
+    parser.add_argument("folder", type=Path, help="folder of the environment")
+    parser.add_argument("--torch", metavar="REQUIREMENTS", help="use these in place of the choice for this machine")
+    parser.add_argument("--tools", action="store_true", help="add the packages of the tests to an existing environment")
     arguments = parser.parse_args()
     if arguments.tools:
         _add_tools(arguments.folder)

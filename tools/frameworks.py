@@ -15,7 +15,7 @@ def table() -> dict[str, Any]:
 
 
 def section() -> str:
-    """The section, from its heading on."""
+    """The section, including its heading."""
     found = table()
     lines = ["| Framework | Version | What ran | Where | Date | Repeated by |", "|---|---|---|---|---|---|"]
     for run in found["run"]:
@@ -32,7 +32,7 @@ def section() -> str:
 
 
 def page() -> str:
-    """The page with the section as it should be."""
+    """The page with an up-to-date section."""
     text = PAGE.read_text()
     return text[: text.index(BEGIN)] + section() + text[text.index(END) :]
 

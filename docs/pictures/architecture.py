@@ -1,9 +1,9 @@
-"""docs/concepts/architecture.svg: the way of one token through dispatch, grouped GEMM and combine."""
+"""docs/concepts/architecture.svg: the path of one token through dispatch, grouped GEMM and combine."""
 
 from canvas import Canvas
 
 COLUMNS = [20, 192, 384, 558]  # left edges of the four ranks
-W, H = 144, 44  # of a buffer
+W, H = 144, 44  # size of a buffer
 
 
 def _ranks(c: Canvas) -> None:
@@ -35,7 +35,7 @@ def _down(c: Canvas, ranks: tuple[int, ...], start: float, stop: float, colour: 
 
 
 def draw() -> Canvas:
-    """A token of rank 0 whose three experts live on ranks 1, 2 and 3."""
+    """Draw a token of rank 0 whose three experts are on ranks 1, 2 and 3."""
     c = Canvas(1330, "One token through dispatch, grouped GEMM and combine on two nodes of two ranks")
     c.text(360, 34, "One token of rank 0, experts on ranks 1, 2, 3", 25, "ink", "middle", bold=True)
     _ranks(c)

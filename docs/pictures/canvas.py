@@ -1,7 +1,7 @@
-"""A canvas for the pictures of these pages: SVG with colours for light and dark, legible at the width of a phone.
+"""A canvas for the pictures of these pages: SVG with light and dark colours, legible at the width of a phone.
 
-Every picture is 720 units wide and writes in 22 units or more, which a phone shows at 11 pixels. It brings its own
-background, so it is legible whatever the page around it looks like.
+Every picture is 720 units wide, with text of 22 units or more, which a phone shows at 11 pixels. It has its own
+background, so it is legible on any page.
 """
 
 from html import escape
@@ -40,11 +40,11 @@ def _rules(colours: dict[str, str]) -> str:
 
 
 class Canvas:
-    """Shapes in the order in which they are drawn; coordinates in units, colours by name.
+    """Shapes in drawing order; coordinates in units, colours by name.
 
     Args:
         height: units from top to bottom.
-        title: what a screen reader says of the picture.
+        title: text for screen readers.
     """
 
     def __init__(self, height: int, title: str) -> None:
@@ -62,7 +62,7 @@ class Canvas:
         dashed: bool = False,
         radius: float = 6,
     ) -> None:
-        """A rectangle with its upper left corner at (x, y)."""
+        """Draw a rectangle with its upper left corner at (x, y)."""
         border = f' stroke-width="2"{" stroke-dasharray=" + chr(34) + "6 5" + chr(34) if dashed else ""}' * bool(stroke)
         classes = f"f-{fill}" + (f" s-{stroke}" if stroke else "")
         self._parts.append(
@@ -79,7 +79,7 @@ class Canvas:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """Words whose baseline starts, ends or has its middle at (x, y)."""
+        """Write words whose baseline starts, ends or is centred at (x, y)."""
         weight = ' font-weight="600"' if bold else ""
         at = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._parts.append(
@@ -87,7 +87,7 @@ class Canvas:
         )
 
     def line(self, points: list[tuple[float, float]], colour: str, width: float, dashed: bool = False) -> None:
-        """A line through the points."""
+        """Draw a line through the points."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dash = ' stroke-dasharray="9 6"' if dashed else ""
         self._parts.append(
@@ -96,7 +96,7 @@ class Canvas:
         )
 
     def arrow(self, points: list[tuple[float, float]], colour: str = "ink", dashed: bool = False) -> None:
-        """A line through the points, with a head at the last one."""
+        """Draw a line through the points, with an arrowhead at the last one."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dash = ' stroke-dasharray="9 6"' if dashed else ""
         self._parts.append(
@@ -105,7 +105,7 @@ class Canvas:
         )
 
     def svg(self) -> str:
-        """The picture as a file's text."""
+        """The picture as SVG text."""
         heads = "".join(
             f'<marker id="head-{name}" viewBox="0 0 10 10" refX="8.5" refY="5" markerWidth="5" markerHeight="5" '
             f'orient="auto"><path d="M0 0L10 5L0 10z" class="f-{name}"/></marker>'

@@ -1,6 +1,6 @@
 """Draw the pictures of these pages: `python docs/pictures/draw.py`, or `make pictures`.
 
-Standard library alone. tests/unit/test_pictures.py says when a stored picture is not what this draws.
+Needs only the standard library. tests/unit/test_pictures.py fails if a stored picture is out of date.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 from canvas import Canvas
 
-EXPERTS = ((2, 3, 2), (2, 0))  # of the tokens of rank 0 and of rank 1
+EXPERTS = ((2, 3, 2), (2, 0))  # experts of the tokens of rank 0 and of rank 1
 COLOURS = ("b", "b", "a", "c")  # by expert
 
 
@@ -18,7 +18,7 @@ def _row(c: Canvas, x: float, y: float, words: str, colour: str) -> None:
 
 
 def draw() -> Canvas:
-    """Left the tokens as they are sent, right the rows as they arrive, with arrows between them."""
+    """Draw the tokens on the left and the received rows on the right, with arrows between them."""
     c = Canvas(480, "Tokens of two ranks before dispatch, and rows sorted by expert after it")
     c.text(130, 36, "tokens (x)", 24, "ink", "middle", bold=True)
     c.text(585, 36, "rows (recv_x)", 24, "ink", "middle", bold=True)

@@ -11,12 +11,12 @@ from canvas import Canvas
 
 LOSSES = Path(__file__).resolve().parents[1] / "benchmarks/results/losses.csv"
 MXFP8 = "MXFP8"
-STEPS, LAST = 300, 50  # of a run, and those whose mean loss is compared
-# Of the chain that makes the tokens: no model gets below it (SUCCESSORS in examples/04_train_step.py).
+STEPS, LAST = 300, 50  # steps of a run, and the last ones, whose mean loss is compared
+# Entropy of the chain that draws the tokens, a lower bound of the loss (SUCCESSORS in examples/04_train_step.py).
 ENTROPY = -sum(share * log(share) for share in (0.5, 0.25, 0.15, 0.1))
 
-LEFT, WIDTH, HEIGHT = 76, 616, 250  # of a panel, without the numbers beside it
-# Upper edge, first and last step, lowest and highest loss, steps and losses that are written at the edges.
+LEFT, WIDTH, HEIGHT = 76, 616, 250  # of a panel, without the numbers next to it
+# Upper edge, first and last step, lowest and highest loss, steps and losses written at the edges.
 PANELS = (
     (198, (1, STEPS), (1.0, 4.5), (1, 100, 200, STEPS), (1.0, 2.0, 3.0, 4.0)),
     (504, (100, STEPS), (1.15, 1.35), (100, 200, STEPS), (1.15, 1.2, 1.25, 1.3, 1.35)),
@@ -24,7 +24,7 @@ PANELS = (
 
 
 def runs() -> dict[str, list[float]]:
-    """Losses step by step, of each run: a column of the file whose name is that of a number format."""
+    """Losses of each run, step by step: columns of the file whose names begin with a number format."""
     with LOSSES.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {name: [float(row[name]) for row in rows] for name in rows[0] if name.startswith(("bf16", MXFP8))}
@@ -33,7 +33,7 @@ def runs() -> dict[str, list[float]]:
 def _panel(
     c: Canvas, panel: tuple[float, tuple[int, int], tuple[float, float], tuple[int, ...], tuple[float, ...]]
 ) -> None:
-    """A frame with numbers at its edges, and in it the losses of all runs, MXFP8 on top."""
+    """Draw a frame with numbers at its edges, and in it the losses of all runs, MXFP8 on top."""
     top, (first, last), (low, high), steps, losses = panel
 
     def at(step: int, loss: float) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def _panel(
 
 
 def draw() -> Canvas:
-    """All steps, and below them the later ones on a finer scale."""
+    """Draw all steps, and below them the later ones on a finer scale."""
     ends = {name: sum(losses[-LAST:]) / LAST for name, losses in runs().items()}
     bf16 = ", ".join(f"{end:.4f}" for name, end in ends.items() if name != MXFP8)
     c = Canvas(824, f"Loss of a small MoE transformer over {STEPS} steps, three seeds in bf16 and one in MXFP8")

@@ -1,4 +1,4 @@
-"""docs/pictures/speed.svg: a MoE layer of four models and its decoding beside NCCL; exchange.svg: dispatch and combine.
+"""docs/pictures/speed.svg: a MoE layer of four models, and decoding, against NCCL; exchange.svg: dispatch and combine.
 
 Every time is a stored row.
 """
@@ -16,7 +16,7 @@ _SHARED = {"nodes": "1", "routing": "uniform:0"}
 # --- the layer ------------------------------------------------------------------------------------------
 
 LAYERS = _SHARED | {"ranks": "2", "tokens": "4096", "commit": "cd86c5e"}
-# Name, what is said of it, ffn, and the columns of its rows: a GPU has as many experts as in a group twice as large.
+# Name, description, ffn, and columns of its rows. A GPU has as many experts as in a group twice as large.
 MODELS = (
     ("DeepSeek-V3", "7168 x 2048, 64 experts", "2048", {"hidden": "7168", "topk": "8", "experts": "128"}),
     ("Qwen3-235B", "4096 x 1536, 32 experts", "1536", {"hidden": "4096", "topk": "8", "experts": "64"}),
@@ -29,13 +29,13 @@ DECODED_TOKENS = ("8", "32", "128")
 
 
 def layer_rows(ffn: str) -> tuple[Row, Row, Row]:
-    """What sets rows of NCCL, of bf16 and of MXFP8 apart."""
+    """Columns that distinguish the rows of NCCL, bf16 and MXFP8."""
     own = {"provider": "triton_ep", "mode": f"jit-static-sm24-local-a128-ffn{ffn}"}
     return {"provider": "nccl", "mode": f"torch-exact-ffn{ffn}"}, own | {"payload": "bf16"}, own | {"payload": "mxfp8"}
 
 
 def decode_rows() -> tuple[Row, Row, Row]:
-    """The same of decoding."""
+    """Columns that distinguish the rows of decoding."""
     own = {"provider": "triton_ep", "mode": "jit-static-ll-local-ffn2048-graph", "commit": "f961653"}
     return (
         {"provider": "nccl", "mode": "torch-exact-ffn2048", "commit": LAYERS["commit"]},
@@ -49,7 +49,7 @@ def decode_rows() -> tuple[Row, Row, Row]:
 EXCHANGE = _SHARED | {"ranks": "4", "tokens": "4096", "hidden": "7168", "topk": "8", "experts": "256"}
 _LAYER = {"provider": "triton_ep", "mode": "jit-static-sm20-local-a128"}
 _NCCL = {"provider": "nccl", "mode": "torch-exact-a128", "commit": "a7519e2"}
-# Heading, then a bar each: label, colour, the row's own columns.
+# Heading, then its bars: label, colour, columns of the row.
 STEPS = (
     (
         "dispatch",
@@ -70,7 +70,7 @@ STEPS = (
 
 
 def stored(file: str, wanted: Row) -> Row:
-    """The one stored row, or the last of several, that has the wanted values.
+    """The last stored row that has the wanted values.
 
     Raises:
         LookupError: no row has them.
@@ -83,16 +83,16 @@ def stored(file: str, wanted: Row) -> Row:
 
 
 def median_us(file: str, wanted: Row) -> float:
-    """Its median.
+    """Median time of that row.
 
     Raises:
-        LookupError: no row has them.
+        LookupError: no row has the wanted values.
     """
     return float(stored(file, wanted)["median_us"])
 
 
 def _bars(c: Canvas, x: float, y: float, times: list[float], longest: float, ratios: bool) -> None:
-    """NCCL, bf16, MXFP8 from (x, y) down, in the scale of the first."""
+    """Draw bars of NCCL, bf16 and MXFP8 from (x, y) down, scaled to the longest."""
     for number, (label, colour, time) in enumerate(
         zip(("NCCL", "bf16", "MXFP8"), ("other", "a", "b"), times, strict=True)
     ):
@@ -104,7 +104,7 @@ def _bars(c: Canvas, x: float, y: float, times: list[float], longest: float, rat
 
 
 def draw() -> Canvas:
-    """A block of two columns for each model, and three columns of decoding; each with a scale of its own."""
+    """Draw two columns for each model and three for decoding, each column with a scale of its own."""
     c = Canvas(1044, "Time of a MoE layer of four models and of decoding: NCCL with torch, triton_ep in bf16 and MXFP8")
     c.text(24, 44, "A MoE layer, microseconds, less is better", 28, "ink", bold=True)
     c.text(24, 76, f"{LAYERS['ranks']} x H200 of one node, 4096 tokens each; in brackets", 22, "soft")
@@ -127,7 +127,7 @@ def draw() -> Canvas:
 
 
 def draw_exchange() -> Canvas:
-    """Bars with their values; each group has a scale of its own, that of its NCCL bar."""
+    """Draw bars with their values; each group is scaled to its longest bar."""
     c = Canvas(396, "Time of dispatch and combine: NCCL, triton_ep in bf16 and in MXFP8")
     c.text(24, 44, "Dispatch and combine, microseconds", 28, "ink", bold=True)
     c.text(24, 76, "4096 tokens per GPU, hidden 7168, top-8 of 256 experts,", 22, "soft")

@@ -1,9 +1,9 @@
-"""docs/concepts/timeline.svg: which step of a dispatch and a combine runs when, on two ranks of one node."""
+"""docs/concepts/timeline.svg: order and overlap of the steps of a dispatch and a combine, on two ranks of one node."""
 
 from canvas import Canvas
 
 LANE, LEFT, SCALE = 56, 118, 24.0
-# Heading, then lanes: name, and blocks of (start, length, words, colour) in units of no particular time.
+# Heading, then lanes: name, and blocks of (start, length, words, colour) in arbitrary units of time.
 PARTS = (
     (
         "dispatch",
@@ -29,7 +29,7 @@ PARTS = (
 
 
 def draw() -> Canvas:
-    """Two lanes per rank: its stream, and the second stream beside it."""
+    """Draw two lanes per rank: its stream, and the concurrent second stream."""
     c = Canvas(700, "Steps of a dispatch and a combine over time on two ranks")
     y = 40.0
     for heading, lanes, words in PARTS:

@@ -151,7 +151,7 @@ def added(rows: Sequence[Row]) -> list[str]:
 
 
 def moe_table(rows: Sequence[Row]) -> list[str]:
-    """Rows of MoE layers as text: time, memory, error; on GPUs also ratios to the collectives and the products alone."""
+    """Rows of MoE layers as text: time, memory, error; on GPUs also ratios to collectives and products alone."""
     measured = [row for row in rows if row["op"].startswith("moe_layer") and row["median_us"]]
     if not measured:
         return []

@@ -1,7 +1,7 @@
 """The search of `triton-ep tune`: one choice after the other, each kept if it is faster.
 
-First the programs of the exchange, then rows and warps of push, expand, reduce and pull, in the order in which rows pass
-them. A candidate is timed together with all earlier choices, after a check that it gives the right rows.
+First the programs of the exchange, then rows and warps of push, expand, reduce and pull, in the order in which rows
+pass them. A candidate is timed together with all earlier choices, after a check that it gives the right rows.
 """
 
 from __future__ import annotations
