@@ -144,7 +144,7 @@ def _add_tools(folder: Path) -> None:
 
 
 def main() -> None:
-    """Create the environment, and note in its `.ready` whether packages are lent ("host") or its own ("own"); or add tools."""
+    """Create the environment, and note in its `.ready` whether it is lent ("host") or its own ("own"); or add tools."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the environment")
     parser.add_argument("--torch", metavar="REQUIREMENTS", help="use these in place of the choice for this machine")

@@ -3,12 +3,12 @@
     python -m triton_ep.aot build --arch sm_90 --manifest tests/aot/gpu.toml
     python tests/bench/bench_aot.py --gpus 4 [--csv docs/benchmarks/results/aot.csv]
 
-One fresh process per GPU and mode: "aot" (no Triton can be imported), "jit-cold" (empty cache of compiled kernels),
-"jit-warm" (the same cache again), "beside" (a layer of each kind in one process, called in turn: what else differs
-between processes is left out of the comparison). A layer with static capacity, 4096 tokens of 7168 bf16, top 8 of 256
-experts. Times are those of the slowest rank, from the start of its process; host time is that of a dispatch and combine
-in a batch of 20 that wait for nothing, median of the batches. A mode that takes longer than --timeout, or of which a
-rank fails, ends the run with what its ranks wrote.
+One fresh process per GPU and mode: "aot" (Triton cannot be imported), "jit-cold" (empty cache of compiled kernels),
+"jit-warm" (the same cache again), "beside" (a layer of each kind in one process, called in turn, which removes other
+differences between processes). The layer has static capacity, 4096 tokens of 7168 bf16, top 8 of 256 experts. Times are
+those of the slowest rank, from the start of its process. Host time is per dispatch and combine, in batches of 20 that
+wait for nothing; median of the batches. A mode that exceeds --timeout, or has a failing rank, ends the run with the
+output of its ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ("aot", "jit-cold", "jit-warm", "beside")
 TOKENS, HIDDEN, TOPK, EXPERTS, NUM_SM = 4096, 7168, 8, 256, 24
 BATCH = 20
-WARM_UP = 300  # pairs before the first that is timed: a process that has just started is not at its pace
+WARM_UP = 300  # pairs before the first timed one: a new process runs slower at first
 COLUMNS = [
     *("mode", "gpus", "tokens", "hidden", "topk", "experts", "payload"),
     *("imported_s", "joined_s", "layer_s", "first_dispatch_s", "host_us", "host_p20_us", "host_p80_us"),
@@ -41,7 +41,7 @@ _MEASURED = COLUMNS[7:14]
 
 
 def worker(started: float, mode: str, batches: int) -> None:
-    """One rank: print what it measured as JSON."""
+    """One rank: measure, and print the results as JSON."""
     if mode == "aot":
         sys.modules["triton"] = None  # type: ignore[assignment]
     import torch
@@ -79,9 +79,9 @@ def worker(started: float, mode: str, batches: int) -> None:
             pair(layer)
     host: dict[str, list[float]] = {kind: [] for kind in layers}
     for batch in range(batches):
-        # Each kind first as often as the other: the one behind it finds warmer caches.
+        # Alternate the order: the kind that runs second finds warmer caches.
         for kind, layer in list(layers.items())[:: 1 if batch % 2 else -1]:
-            torch.cuda.synchronize()  # a batch fits into the queue of the GPU
+            torch.cuda.synchronize()  # so that a batch fits into the GPU's queue
             before = time.perf_counter()
             for _ in range(BATCH):
                 pair(layer)
@@ -101,7 +101,7 @@ def worker(started: float, mode: str, batches: int) -> None:
 
 
 def command_of_worker(mode: str, batches: int) -> list[str]:
-    """What starts a rank."""
+    """The command that starts a rank."""
     return [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--batches", str(batches)]
 
 
@@ -114,15 +114,15 @@ def measure(
     timeout_s: float,
     command: Callable[[str, int], list[str]] = command_of_worker,
 ) -> dict[str, float]:
-    """Start one process per GPU; the slowest rank's figures.
+    """Start one process per GPU; return the slowest rank's figures.
 
     Raises:
-        RuntimeError: a rank failed, or not all were done in time; with the end of what each of them wrote.
+        RuntimeError: a rank failed or was late; the message has the end of each rank's output.
     """
-    import torch.distributed as dist  # not above: a worker times its own imports
+    import torch.distributed as dist  # not at the top: a worker times its own imports
 
-    # The ranks meet at a store of this process. If one of them had to open it, another one that asks too early could
-    # be given the port for its own end of the connection.
+    # The ranks meet at a store of this process. If a rank opened it, another rank that connects too early could receive
+    # the same port for its own end of the connection.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {name: value for name, value in os.environ.items() if name not in ("TRITON_EP_AOT", "TRITON_INTERPRET")}
@@ -132,7 +132,7 @@ def measure(
     if mode == "aot":
         common["TRITON_EP_AOT"] = "1"
     ranks: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory() as outputs:  # files: a rank that writes much waits for nobody to read it
+    with tempfile.TemporaryDirectory() as outputs:  # files: a pipe would block ranks that write much
         logs = [Path(outputs) / f"rank{rank}" for rank in range(gpus)]
         deadline = time.monotonic() + timeout_s
         try:
@@ -167,7 +167,7 @@ def _told(log: Path) -> dict[str, float] | None:
 
 
 def _ends(ranks: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> str:
-    """How each rank ended, and the last of what it wrote."""
+    """Exit code and end of the output of each rank."""
     parts = []
     for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
         how = "still runs" if process.poll() is None else f"ended with {process.returncode}"
@@ -183,10 +183,10 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def store(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Append rows to a file, which is made if it is not there.
+    """Append rows to a file; create it if it does not exist.
 
     Raises:
-        RuntimeError: it has other columns.
+        RuntimeError: the file has other columns.
     """
     new = not path.exists() or path.stat().st_size == 0
     if not new:
@@ -205,11 +205,11 @@ def store(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def rows_of(
     modes: Sequence[str], gpus: int, about: dict[str, str], run: Callable[[str], dict[str, float]]
 ) -> list[dict[str, str]]:
-    """Rows of these modes, measured in this order; `run` measures one."""
+    """Rows of these modes, measured in this order; `run` measures one mode."""
     sizes = {"tokens": str(TOKENS), "hidden": str(HIDDEN), "topk": str(TOPK), "experts": str(EXPERTS)}
     rows, filled = [], False
     for mode in modes:
-        # A cache that nothing was compiled into is not warm.
+        # Without an earlier compilation the cache is not warm.
         if mode == "jit-warm" and not filled:
             run("jit-cold")
         filled = filled or mode != "aot"
@@ -222,7 +222,7 @@ def rows_of(
                 "payload": "bf16",
             }
             for name in _MEASURED:
-                # Of two layers in one process, which came first says nothing.
+                # With two layers in one process, start-up times have no meaning.
                 value = figures.get(f"{kind} {name}") if mode == "beside" else figures[name]
                 row[name] = "" if value is None else f"{value:.2f}" if name.endswith("_s") else f"{value:.1f}"
             rows.append({**row, **about, "built_with": about["built_with"] if kind == "aot" else about["triton"]})
@@ -236,8 +236,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4, choices=(2, 4, 8), help="as in tests/aot/gpu.toml; default: 4")
     parser.add_argument("--aot", help="folder of the library; default: TRITON_EP_AOT_DIR, or the package")
     parser.add_argument("--csv", type=Path, help="append rows here")
-    parser.add_argument("--commit", help="where there is no git: commit of this checkout")
-    parser.add_argument("--batches", type=int, default=100, help="of timed calls; default: 100")
+    parser.add_argument("--commit", help="commit of this checkout, if git is missing")
+    parser.add_argument("--batches", type=int, default=100, help="batches of timed calls; default: 100")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for a mode; default: 150")
     parser.add_argument("--mode", choices=MODES, action="append", help="in this order; default: all")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)

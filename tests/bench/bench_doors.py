@@ -1,15 +1,15 @@
-"""What a door costs: calls of deep_ep.Buffer, HybridEPBuffer and fused_a2a beside the layer's, the same rows and bits.
+"""Cost of the integrations: calls of deep_ep.Buffer, HybridEPBuffer and fused_a2a against the layer's, with equal bits.
 
     python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
     python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 128 --experts 8 --iters 2     # CPU, to try it
 
-Providers: triton_ep, expert-major rows (`mode` ...-expert-major), compact ones (...-compact), and expert-major ones
-padded to 16 without local combine (...-permuted), with scales and one byte per value where it says -fp8; deep_ep and
-hybrid_ep, the doors, the latter by a routing map or by ids (...-permuted-ids); elastic, ElasticBuffer, rows by rank and
-(...-permuted) by expert; and megatron, forward and backward of fused_dispatch and fused_combine. Rows by low latency
-(...-low-latency) have at most 128 tokens and are captured in CUDA graphs: without a host time; the doors' one-byte ones
-are quantised on their way, the layer's before; with -early the weights came with the rows. Each door is checked against
-the layer, bit for bit, before it is timed, and timed in turns with it.
+Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
+rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales. deep_ep and
+hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
+by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. Low-latency
+calls (...-low-latency) have at most 128 tokens and are captured in CUDA graphs, so they have no host time; integrations
+quantise one-byte rows inside the call, the layer gets them quantised; with -early the weights travel with the rows.
+Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it.
 Columns and method: docs/benchmarks/README.md.
 """
 
@@ -44,24 +44,24 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.runtime.launch import INTERPRETING
 
 TURNS = 3
-PAD = 16  # rows of an expert, for HybridEP
-BOUND = 1.05  # a door may take this much of the layer's time
+PAD = 16  # multiple to which an expert's rows are padded, for HybridEP
+BOUND = 1.05  # an integration may take up to this ratio of the layer's time
 
 Calls = dict[tuple[str, str, str], Callable[[], object]]
-"""(op, provider, kind of rows) -> what is timed."""
+"""(op, provider, kind of rows) -> the timed call."""
 
 
 class WrongResult(Exception):
-    """A door does not compute what the layer does."""
+    """An integration gives another result than the layer."""
 
 
 def _same(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     if not torch.equal(got, expected):
-        raise WrongResult(f"{what} of the door differs from the layer's.")
+        raise WrongResult(f"{what} of the integration differs from the layer's.")
 
 
 def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device) -> Calls:
-    """All calls, checked against each other."""
+    """Calls of Buffer, fused_a2a and the layer, checked against each other."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     x = coded_rows(rank, args.tokens, args.hidden, 0, device)
@@ -136,10 +136,10 @@ def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device
 
 
 def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: HybridEPBuffer) -> Calls:
-    """Calls of HybridEPBuffer and those of a layer like its own, checked against each other."""
+    """Calls of HybridEPBuffer and of an equal layer, checked against each other."""
     rank, device = dist.get_rank(), layer.context.device
     x = coded_rows(rank, args.tokens, args.hidden, 0, device)
-    # A map has no order of its own: the door takes a token's experts in ascending order.
+    # A routing map has no order: HybridEPBuffer takes a token's experts in ascending order.
     idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).sort(1).values
     weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(device)
     routing_map = torch.zeros(args.tokens, args.experts, dtype=torch.bool, device=device).scatter_(1, idx.long(), True)
@@ -188,7 +188,7 @@ def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: Hybri
 
 
 def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAll2AllLayer) -> Calls:
-    """Calls of ElasticBuffer, checked against the layers': rows by rank, and by expert without local combine."""
+    """Calls of ElasticBuffer, checked against the layers: rows by rank, and by expert without local combine."""
     rank, device = dist.get_rank(), layer.context.device
     x = coded_rows(rank, args.tokens, args.hidden, 0, device)
     idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).long()
@@ -233,7 +233,7 @@ def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAl
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of rows [T, H], and scales [T, H / 128] that say which token they are of."""
+    """Rows [T, H] as bytes, and scales [T, H / 128] that identify their token."""
     scale = torch.arange(len(x), device=x.device).float().add(0.5).unsqueeze(1)
     return x.to(torch.float8_e4m3fn), scale.expand(len(x), x.shape[1] // 128).contiguous()
 
@@ -249,18 +249,18 @@ def _door_round(buffer: Buffer, dispatch: Callable[[], tuple[torch.Tensor, ...]]
 
 
 def _joined(timings: list[Timing]) -> Timing:
-    """The turns of one call as one: medians of each figure."""
+    """Join the turns of one call: the median of each figure."""
     columns = [asdict(timing) for timing in timings]
     return replace(timings[0], **{name: statistics.median(c[name] for c in columns) for name in columns[0]})
 
 
 def run(args: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Run on each rank."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
     device, per_node = ep_distributed.current_heap().device, ep_distributed.local_world_size()
     environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     timer = Timer(device, args.iters, args.warmup)
-    Buffer.num_sms = args.num_sm  # not set_num_sms: the layer beside it has no budget either
+    Buffer.num_sms = args.num_sm  # not set_num_sms, which sets a budget: the compared layer has none
     sizes = (dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, per_node, ranks)
     options = {"num_sm": args.num_sm, "timeout_s": 120.0}
     hybrid = HybridEPBuffer(
@@ -356,13 +356,13 @@ def _report(
 
 
 def main() -> None:
-    """Start the ranks, unless torchrun or another launcher has."""
+    """Start the ranks, unless torchrun or another launcher has started them."""
     parser = sizes_parser(__doc__)
     parser.add_argument("--num-sm", type=int, default=24)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="of the rows")
+    parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="commit of the rows")
     args = parser.parse_args()
     if ep_distributed.launched_by() == "none":
         ep_distributed.run_ranks(run, args.ranks, args)

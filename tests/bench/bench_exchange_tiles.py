@@ -1,12 +1,12 @@
-"""Dispatch and combine of a static layer by other tiles and grids, in turns, each in a CUDA graph.
+"""Dispatch and combine of a static layer with other tiles and grids, in turns, each in a CUDA graph.
 
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch --payload mxfp8
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --tokens 8 --hidden 64 --experts 8   # on a CPU
 
-What is built in comes first; every other way must give its bits. A row is us per call: slowest rank of each replay,
-median over replays and turns.
+The built-in variant comes first; every other way must give the same bits. A row has microseconds per call: slowest rank
+of each replay, median over replays and turns.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Way:
-    """What is another than built in.
+    """Differences from the built-in variant.
 
     Attributes:
         num_sm: programs of the exchange.
         push, expand, reduce, pull: (rows, warps) of these kernels.
-        registers: of a thread of the kernel that expands.
+        registers: registers per thread of the expand kernel.
         block: words of its tile.
         expanding: its programs per free multiprocessor.
-        layers: that may dispatch at the same time; 1 leaves room for more programs that wait.
-        reducing: programs that sum rows beside the pull.
+        layers: layers that may dispatch at the same time; 1 leaves room for more waiting programs.
+        reducing: programs that sum rows concurrently with the pull.
     """
 
     num_sm: int = 20
@@ -96,12 +96,12 @@ COMBINE = (
 
 
 class WrongResult(Exception):
-    """A way does not compute what the built-in one does."""
+    """A way gives another result than the built-in variant."""
 
 
 @contextlib.contextmanager
 def _changed(way: Way) -> Iterator[None]:
-    """Plans and grids of this way, for layers that launch meanwhile."""
+    """Use plans and grids of this way for layers that launch inside the block."""
     expand_plan, combining = exchange.expand, combine_ops.combining_programs
     share, layers = tuning._EXPANDING_SHARE, tuning._LAYERS
 
@@ -127,7 +127,7 @@ def _changed(way: Way) -> Iterator[None]:
 
 
 class _Made:
-    """A layer of a way, and its call."""
+    """A layer of a way, and its calls."""
 
     def __init__(self, args: argparse.Namespace, way: Way) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -153,15 +153,15 @@ class _Made:
         self.layer.check()
 
     def dispatch(self) -> None:
-        """Rows to their experts."""
+        """Send rows to their experts."""
         self.recv_x, _, self.desc = self.layer.dispatch(self.x, self.idx)
 
     def combine(self) -> None:
-        """Sums back."""
+        """Bring sums back."""
         self.out = self.layer.combine(self.y, self.desc)
 
     def bits(self) -> list[torch.Tensor]:
-        """What both have given."""
+        """The results of both calls."""
         used = int(self.desc.expert_offsets[-1])
         rows = self.recv_x[:used]
         parts = [rows] if isinstance(rows, torch.Tensor) and not hasattr(rows, "qdata") else [rows.qdata, rows.scale]
@@ -189,7 +189,7 @@ def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Run on each rank."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
     ways = {"dispatch": DISPATCH, "combine": COMBINE}[args.op]
     ways = ways[:3] if INTERPRETING else ways
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the ranks, unless torchrun or another launcher has."""
+    """Start the ranks, unless torchrun or another launcher has started them."""
     parser = sizes_parser(__doc__)
     parser.add_argument("--op", choices=("dispatch", "combine"), default="dispatch")
     parser.add_argument("--alignment", type=int, default=128)

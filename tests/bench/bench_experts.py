@@ -1,4 +1,4 @@
-"""Time and error of the experts' kernels on one GPU, forward and backward, and of torch's products.
+"""Time and error of the experts' kernels on one GPU, forward and backward, against torch's products.
 
     python tests/bench/bench_experts.py --csv docs/benchmarks/results/experts.csv
     python tests/bench/bench_experts.py --part forward --rows ragged512
@@ -6,7 +6,7 @@
 
 Parts: "forward" (gate and up with the activation, down, and the torch products and passes they replace), "backward",
 "passes" (row scales, prepared weights, the tile table), "few" (few rows per expert), "errors" (four kinds of data).
-Without a GPU it runs in the interpreter: good for trying it with --shape tiny, its times say nothing about GPUs.
+Without a GPU it runs in the interpreter, to try it with --shape tiny; its times say nothing about GPUs.
 Columns: docs/benchmarks/README.md.
 """
 
@@ -54,19 +54,19 @@ Operand = torch.Tensor | RowScaled
 
 
 class WrongResult(Exception):
-    """What is to be timed does not compute what it should."""
+    """A result is wrong, so it is not timed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to be timed.
+    """One call to time.
 
     Attributes:
-        part: of the table. what: is computed. how: who computes it, and in which arithmetic.
-        call: what is timed; the first of what it returns is checked.
-        exact: rows of the result and what they should be, in float64; None: nothing is checked.
-        flops: of one call; 0: there are none to speak of.
-        limit: of the error, as a share of the norm.
+        part: part of the table. what: the result computed. how: implementation and arithmetic.
+        call: the timed call; the first of its results is checked.
+        exact: rows of the result and their exact values, in float64; None: nothing is checked.
+        flops: operations of one call; 0: negligible.
+        limit: largest error, as a share of the norm.
     """
 
     part: str
@@ -75,15 +75,15 @@ class Case:
     call: Callable[[], Any]
     exact: Callable[[Any], Iterator[tuple[torch.Tensor, torch.Tensor]]] | None = None
     flops: int = 0
-    limit: float = 4e-3  # rounding to bf16 alone makes 1.7e-3
+    limit: float = 4e-3  # rounding to bf16 alone gives 1.7e-3
 
 
 # --- operands -------------------------------------------------------------------------------------------------
 
 
 def sizes_of(text: str, experts: int) -> list[int]:
-    """Rows of each expert: "512" of each; "ragged512" that many in the mean, multiples of 128, none of the first;
-    "odd512" the same with any numbers."""
+    """Rows of each expert: "512": that many each; "ragged512": that many on average, in multiples of 128, none for the
+    first expert; "odd512": the same with any numbers."""
     mean = int(text.removeprefix("ragged").removeprefix("odd"))
     if text[0].isdigit():
         return [mean] * experts
@@ -100,7 +100,7 @@ def offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def some_segments(offs: torch.Tensor, most: int = 256) -> Iterator[tuple[int, slice]]:
-    """(expert, rows) of the first and the last segment that have rows, of at most so many of them."""
+    """(expert, rows) of the first and the last segment with rows, at most `most` rows each."""
     bounds = offs.tolist()
     filled = [(e, slice(a, min(b, a + most))) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
     yield filled[0]
@@ -108,14 +108,14 @@ def some_segments(offs: torch.Tensor, most: int = 256) -> Iterator[tuple[int, sl
 
 
 def values(x: Any) -> torch.Tensor:
-    """Float64 values of an operand, or of what of one was picked."""
+    """Float64 values of an operand or of a part of it."""
     if isinstance(x, RowScaled):
         return x.qdata.double() * x.scale.double().unsqueeze(-1)
     return x.double()
 
 
 def part_of(x: Operand, which: Any) -> torch.Tensor:
-    """Float64 values of some rows, or of an expert's matrix."""
+    """Float64 values of selected rows, or of an expert's matrix."""
     return values(
         RowScaled(x.qdata[which].contiguous(), x.scale[which].contiguous()) if isinstance(x, RowScaled) else x[which]
     )
@@ -127,7 +127,7 @@ def matrix_of(w: Operand, expert: int) -> torch.Tensor:
 
 
 def product_of(a: Operand, w: Operand, offs: torch.Tensor) -> Any:
-    """What `Case.exact` is for rows times weights."""
+    """`Case.exact` for rows times weights."""
 
     def exact(out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for expert, rows in some_segments(offs):
@@ -137,7 +137,7 @@ def product_of(a: Operand, w: Operand, offs: torch.Tensor) -> Any:
 
 
 def act_of(x: Operand, w13: Operand, offs: torch.Tensor, weights: torch.Tensor | None) -> Any:
-    """The same for the activation."""
+    """`Case.exact` for the activation."""
 
     def exact(out: Operand) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for expert, rows in some_segments(offs):
@@ -149,7 +149,7 @@ def act_of(x: Operand, w13: Operand, offs: torch.Tensor, weights: torch.Tensor |
 
 
 class Operands:
-    """Weights of a shape in every form, and rows for them."""
+    """Weights of a shape, and rows for them."""
 
     def __init__(self, shape: str, sizes: Sequence[int], device: torch.device) -> None:
         self.experts, self.hidden, self.ffn = SHAPES[shape]
@@ -162,10 +162,10 @@ class Operands:
         self.w13, self.w2 = self.normal(e, 2 * f, h, scale=h**-0.5), self.normal(e, h, f, scale=f**-0.5)
         self.x, self.dy = self.normal(rows, h), self.normal(rows, h)
         self.weights = torch.rand(rows, generator=self.generator, device=device) + 0.5
-        self.flops = 2 * rows * f * h  # of one product with an F
+        self.flops = 2 * rows * f * h  # of one product of rows, F and H
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Normally distributed, bf16."""
+        """Normally distributed bf16 values."""
         made = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return made.normal_(0, scale, generator=self.generator)
 
@@ -174,7 +174,7 @@ class Operands:
 
 
 def forward(given: Operands) -> Iterator[Case]:
-    """Gate and up, down."""
+    """Forward products: gate and up, down."""
     offs, f, flops, rows = given.offs, given.ffn, given.flops, given.num_rows
     torch_mm, silu = torch._grouped_mm, torch.nn.functional.silu
     ends, w1, w3 = offs[1:], given.w13[:, :f].transpose(1, 2), given.w13[:, f:].transpose(1, 2)
@@ -212,7 +212,7 @@ def forward(given: Operands) -> Iterator[Case]:
 
 
 def rows_products(part: str, what: str, given: Operands, bf16: Any, fp8: Any) -> Iterator[Case]:
-    """Our products of rows with weights, in every arithmetic."""
+    """This package's products of rows with weights, in every arithmetic."""
     offs = given.offs
     flops = 2 * given.num_rows * bf16[1].shape[1] * bf16[1].shape[2]
     for how, (a, w), fast in (("bf16", bf16, False), ("fp8", fp8, False), ("fp8 fast", fp8, True)):
@@ -298,7 +298,7 @@ def backward(given: Operands) -> Iterator[Case]:
 
 
 def passes(given: Operands) -> Iterator[Case]:
-    """What stands between the products, and before the first of them."""
+    """Passes between the products, and before the first one."""
     offs, mx = given.offs, MXTensor.to_mx(given.x)
     rows = quantize_to_rows(given.x, offs)
     yield Case("passes", "tile_table", "", lambda: tile_table(offs, given.num_rows))
@@ -314,7 +314,7 @@ def passes(given: Operands) -> Iterator[Case]:
 
 
 def few(shape: str, rows_per_expert: int, device: torch.device) -> Iterator[Case]:
-    """Few rows of each expert, products with N columns and K terms; the first product, too."""
+    """Few rows per expert: products with N columns and K terms, and gate and up."""
     experts, n, k = FEW[shape]
     generator = torch.Generator(device).manual_seed(SEED)
     rows = rows_per_expert * experts
@@ -345,8 +345,8 @@ def few(shape: str, rows_per_expert: int, device: torch.device) -> Iterator[Case
 
 
 def data(kind: str, rows: int, n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [R, K] and weights [1, N, K]: normal; one channel in 256 fifty times as large; shifted by half a standard
-    deviation, both; magnitudes."""
+    """Rows [R, K] and weights [1, N, K]: normal; one channel in 256 fifty times as large; both shifted by half a
+    standard deviation; magnitudes."""
     generator = torch.Generator().manual_seed(SEED)
     x, w = torch.randn(rows, k, generator=generator), torch.randn(1, n, k, generator=generator) * k**-0.5
     if kind == "outlier channels":
@@ -390,10 +390,10 @@ def error_table(rows: int, n: int, k: int, device: torch.device) -> str:
 
 
 def measure(case: Case, timer: Timer) -> tuple[Timing | str, float | None]:
-    """Check a case, then time it; or why it cannot run. And its error.
+    """Check a case, then time it, or return the reason why it cannot run; and its error.
 
     Raises:
-        WrongResult: it computes something else.
+        WrongResult: the result is wrong.
     """
     if case.how.startswith("torch") and INTERPRETING:
         return "torch._grouped_mm is measured on GPUs only", None
@@ -413,7 +413,7 @@ def measure(case: Case, timer: Timer) -> tuple[Timing | str, float | None]:
     except RuntimeError as failure:
         if not case.how.startswith("torch"):
             raise
-        reason = failure  # what torch does not support is no failure of ours
+        reason = failure  # an op that torch does not support is no failure of this package
     return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}", None
 
 
@@ -447,7 +447,7 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 
 
 def table(done: Sequence[tuple[str, Case, Timing | str, float | None]]) -> str:
-    """Results as text; the ratio is to the torch line of the same thing."""
+    """Results as text; ratios are to the torch line of the same result."""
     lines = [("rows", "what", "how", "median_us", "p80_us", "TFLOP/s", "of torch", "error")]
     torch_us = {
         (segments, case.what): result.median_us
@@ -468,7 +468,7 @@ def table(done: Sequence[tuple[str, Case, Timing | str, float | None]]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure all cases, shape by shape, and print them."""
+    """Measure all cases, shape by shape, and print the results."""
     device = torch.device("cpu" if INTERPRETING else "cuda")
     environment = bench_rows.environment(options.commit, gpus=not INTERPRETING)
     timer = Timer(device, options.iters, options.warmup)
@@ -524,18 +524,18 @@ def _rows(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Front door."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     shapes = ("tiny",) if INTERPRETING else ("deepseek-v3-8",)
     parser.add_argument("--shape", type=_list(tuple(SHAPES)), default=shapes)
     rows = ("ragged128",) if INTERPRETING else ("1024", "ragged1024")
     parser.add_argument("--rows", type=_rows, default=rows, metavar="N,raggedN,oddN,..", help="per expert")
     parser.add_argument("--part", type=_list(PARTS), default=PARTS)
-    parser.add_argument("--terms", type=int, default=7168, metavar="K", help="of the products of part errors")
+    parser.add_argument("--terms", type=int, default=7168, metavar="K", help="terms of the products of part errors")
     parser.add_argument("--iters", type=int, default=10, metavar="N")
     parser.add_argument("--warmup", type=int, default=3, metavar="N")
     parser.add_argument("--csv", metavar="PATH", help="append rows to this file")
-    parser.add_argument("--commit", help="of this checkout (default: asked of git)")
+    parser.add_argument("--commit", help="commit of this checkout (default: from git)")
     options = parser.parse_args(argv)
     if options.iters < 1 or options.warmup < 0:
         parser.error("--iters must be at least 1, --warmup at least 0")

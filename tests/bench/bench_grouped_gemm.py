@@ -1,9 +1,9 @@
-"""Time of the grouped GEMM and of its gradients on one GPU, and of torch._grouped_mm.
+"""Time of the grouped GEMM and its gradients on one GPU, against torch._grouped_mm.
 
     python tests/bench/bench_grouped_gemm.py --csv docs/benchmarks/results/grouped_gemm.csv
     python tests/bench/bench_grouped_gemm.py --shape deepseek-v3-up --rows 8,128 --op fprop
 
-Without a GPU it runs in the interpreter: good for trying it with --shape tiny, its times say nothing about GPUs.
+Without a GPU it runs in the interpreter, to try it with --shape tiny; its times say nothing about GPUs.
 Method and columns: docs/benchmarks/README.md.
 """
 
@@ -43,8 +43,8 @@ PATHS = {
     "dgrad": ("bf16", "a-mx"),
     "wgrad": ("bf16", "a-mx"),
 }
-"""What arrives as MXFP8 and is dequantised in the measured time: nothing; the rows; rows and weights. fp8: weights
-whose scales were made equal beforehand, rows whose scales are made equal in the measured time."""
+"""MXFP8 operands that the measured time includes dequantising: none; rows; rows and weights. fp8: scales of weights are
+equalised beforehand, scales of rows in the measured time."""
 
 MOST_ROWS_FP8 = 256
 SEED = 0
@@ -54,12 +54,12 @@ Product = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class WrongResult(Exception):
-    """What is to be timed does not compute what it should."""
+    """A result is wrong, so it is not timed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: shape, rows per expert ("128", or "ragged128" for that mean), op, provider and path."""
+    """One product: shape, rows per expert ("128", or "ragged128" for an average), op, provider and path."""
 
     shape: str
     rows: str
@@ -79,7 +79,7 @@ class Case:
         return torch.diff(bounds, prepend=bounds.new_zeros(1)).tolist()
 
     def row(self, environment: bench_rows.Row, values: dict[str, object]) -> bench_rows.Row:
-        """As a row; `hidden` is the number of terms K, `tokens` the rows of all experts."""
+        """The case as a row; `hidden` is the number of terms K, `tokens` the rows of all experts."""
         experts, n, k = SHAPES[self.shape]
         mode = "torch" if self.provider == "torch" else "interpreted" if INTERPRETING else "jit"
         columns: dict[str, object] = {"op": f"grouped_gemm_{self.op}", "provider": self.provider}
@@ -90,7 +90,7 @@ class Case:
 
 
 class Operands:
-    """Weights of a shape in every form, and rows for them; made once per shape."""
+    """Weights of a shape in every form, and rows for them; created once per shape."""
 
     def __init__(self, shape: str, most_rows: int, device: torch.device) -> None:
         experts, n, k = SHAPES[shape]
@@ -105,7 +105,7 @@ class Operands:
 
 
 def product(case: Case, given: Operands, ends: torch.Tensor) -> Product:
-    """The call to be timed, and its two operands as values; of weights as [E, ., .] in the order of the product."""
+    """The call to time, and the values of its two operands; weights are [E, ., .] in the order of the product."""
     num_rows = int(ends[-1])
     a, dy, w = given.a[:num_rows], given.dy[:num_rows], given.w
     w_t = w.transpose(-2, -1)
@@ -134,10 +134,10 @@ def product(case: Case, given: Operands, ends: torch.Tensor) -> Product:
 
 
 def check(case: Case, out: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor) -> None:
-    """The first and the last group that have rows agree with float64.
+    """Check the first and the last group with rows against float64.
 
     Raises:
-        WrongResult: they do not.
+        WrongResult: a group differs.
     """
     left, right = operands
     filled = [(expert, rows) for expert, rows in oracle.groups(ends) if rows.stop > rows.start]
@@ -147,12 +147,12 @@ def check(case: Case, out: torch.Tensor, operands: tuple[torch.Tensor, torch.Ten
         else:
             got, exact = out[rows].double(), left[rows].double() @ right[expert].double()
         error = ((got - exact).norm() / exact.norm()).item()
-        if not error < 4e-3:  # rounding to bf16 alone makes 1.7e-3
+        if not error < 4e-3:  # rounding to bf16 alone gives 1.7e-3
             raise WrongResult(f"{case}: group {expert} is off by {error:.2e} of its norm")
 
 
 def attempt(case: Case, given: Operands, timer: Timer) -> Timing | str:
-    """Check a case, then time it; or why it cannot run."""
+    """Check a case, then time it; or return the reason why it cannot run."""
     ends = torch.tensor(case.sizes()).cumsum(0).to(torch.int32).to(timer.device)
     if case.provider == "torch" and INTERPRETING:
         return "torch._grouped_mm is measured on GPUs only"
@@ -168,7 +168,7 @@ def attempt(case: Case, given: Operands, timer: Timer) -> Timing | str:
     except RuntimeError as error:
         if case.provider != "torch":
             raise
-        reason = error  # what torch does not support is no failure of ours
+        reason = error  # an op that torch does not support is no failure of this package
     return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
 
 
@@ -191,7 +191,7 @@ def table(cases: Sequence[Case], results: Sequence[Timing | str]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure all cases, shape by shape, and print them."""
+    """Measure all cases, shape by shape, and print the results."""
     device = torch.device("cpu" if INTERPRETING else "cuda")
     environment = bench_rows.environment(options.commit, gpus=not INTERPRETING)
     timer = Timer(device, options.iters, options.warmup)
@@ -239,7 +239,7 @@ def _rows(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Front door."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     providers = ("triton_ep", "torch")
     shapes = tuple(name for name in SHAPES if name != "tiny")
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--iters", type=int, default=20, metavar="N")
     parser.add_argument("--warmup", type=int, default=5, metavar="N")
     parser.add_argument("--csv", metavar="PATH", help="append rows to this file")
-    parser.add_argument("--commit", help="of this checkout (default: asked of git)")
+    parser.add_argument("--commit", help="commit of this checkout (default: from git)")
     options = parser.parse_args(argv)
     if options.iters < 1 or options.warmup < 0:
         parser.error("--iters must be at least 1, --warmup at least 0")

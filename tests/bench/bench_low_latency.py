@@ -1,10 +1,10 @@
-"""Ways to do a low-latency dispatch and combine, in turns and by the same rows, each in a CUDA graph.
+"""Ways to do a low-latency dispatch and combine, in turns and with the same rows, each in a CUDA graph.
 
     python tests/bench/bench_low_latency.py --ranks 2 --tokens 1,8,32,128
     python tests/bench/bench_low_latency.py --ranks 2 --tokens 4 --hidden 64 --experts 8 --iters 2     # CPU, to try it
 
-Every way must give the same bits, before and after it is timed. A row is us per call in a graph of ten: slowest rank of
-each replay, median over replays and turns. What bf16 rows take on the wire is at 340 GB/s.
+Every way must give the same bits, before and after it is timed. A row has microseconds per call in a graph of ten:
+slowest rank of each replay, median over replays and turns. The wire time of bf16 rows assumes 340 GB/s.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ COMBINE_TILES = {
     "tiles of 2048": {"BLOCK_H": 2048},
     "tiles of 512": {"BLOCK_H": 512},
 }
-"""Ways to combine, by what is another than in the plan."""
+"""Ways to combine: constexprs that differ from the plan's."""
 
 
 class WrongResult(Exception):
-    """A way does not compute what the first one does."""
+    """A way gives another result than the first one."""
 
 
 def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
@@ -95,7 +95,7 @@ class _Way:
 
 
 def _graph(call: Callable[[], None], device: torch.device) -> Callable[[int], object]:
-    """Ten calls as one."""
+    """Ten calls as one CUDA graph."""
 
     def ten(number: int = 0) -> None:
         for _ in range(PER_GRAPH):
@@ -115,14 +115,14 @@ def _graph(call: Callable[[], None], device: torch.device) -> Callable[[int], ob
 
 
 def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
-    """Microseconds of one call in each replay, of the slowest rank."""
+    """Microseconds per call in each replay, slowest rank."""
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, timer.times(call, lambda: meet_by_collective(timer.device)))
     return [max(times) / PER_GRAPH for times in zip(*everyone, strict=True)]
 
 
 def run(args: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Run on each rank."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
     ways: dict[str, dict[str, int]] = {"built in": {}}
     if not INTERPRETING:
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the ranks, unless torchrun or another launcher has."""
+    """Start the ranks, unless torchrun or another launcher has started them."""
     parser = sizes_parser(__doc__, tokens="1,8,128")
     parser.add_argument("--alignment", type=int, default=1)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")

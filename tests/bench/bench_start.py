@@ -1,11 +1,11 @@
-"""How long a job takes until its first rows have come back, by the heap that it chooses.
+"""Time from the start of a job until its first rows return, by heap.
 
     python tests/bench/bench_start.py --heap nvshmem,torch --csv docs/benchmarks/results/start.csv
     python tests/bench/bench_start.py --heap host --ranks 2 --tokens 16 --hidden 128 --experts 8     # CPU, to try it
 
-Every heap gets processes of its own, --repeats times by turns; a first job of each, not counted, compiles the kernels.
+Every heap gets processes of its own, --repeats times in turn; a first job of each, not counted, compiles the kernels.
 Ops: start_job, the process group and the heap; start_layer, the layer with its buffers; start_call, the first dispatch
-and combine, checked, with kernels that an earlier job compiled; start, all of it. Importing is not in it.
+and combine, checked, with kernels that an earlier job compiled; start, all three. Imports are not included.
 Columns: docs/benchmarks/README.md.
 """
 
@@ -40,11 +40,11 @@ STEPS = ("start_job", "start_layer", "start_call", "start")
 
 
 class WrongResult(Exception):
-    """The first call does not bring the rows back."""
+    """The first call returns wrong rows."""
 
 
 def start(args: argparse.Namespace, heap: str, found: str) -> None:
-    """What a rank does: start once, and write the microseconds of each step down."""
+    """Run on each rank: start once, and write the microseconds of each step to the file `found`."""
     began = [time.perf_counter()]
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300, heap=heap)
     began.append(time.perf_counter())
@@ -57,7 +57,7 @@ def start(args: argparse.Namespace, heap: str, found: str) -> None:
         received, _, descriptor = layer.dispatch(x, idx, None)
         y = layer.combine(received, descriptor)
         if not torch.equal(y.float(), x.float() * args.topk):
-            raise WrongResult(f"rank {rank}: the sum of {args.topk} copies is not {args.topk} times the token")
+            raise WrongResult(f"rank {rank}: the sum of {args.topk} rows is not {args.topk} times the token")
         began.append(time.perf_counter())
     times = [1e6 * (later - earlier) for earlier, later in pairwise(began)]
     everyone: list[list[float]] = [[] for _ in range(ranks)]
@@ -94,12 +94,12 @@ def _row(args: argparse.Namespace, heap: str, op: str, found: list[dict[str, flo
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Front door."""
+    """Parse the command line and run."""
     parser = sizes_parser(__doc__)
     parser.add_argument("--heap", default="host" if INTERPRETING else "nvshmem,torch", help="of host, nvshmem, torch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="of the rows")
+    parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="commit of the rows")
     args = parser.parse_args(argv)
     found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""Two checkouts measured in one run, by turns: is the new one slower?
+"""Measure two checkouts in one run, in turn: is the new one slower?
 
     git worktree add build/old COMMIT
     python tests/bench/compare_commits.py --old build/old --new . --repeats 5 \\
         "roundtrip --capacity static --provider triton_ep --payload bf16,mxfp8" "low-latency --tokens 8,128"
 
 Each argument is a command line of `triton-ep bench`. Both checkouts start their ranks once, on the same GPUs, and then
-measure by turns; the one whose turn it is not sleeps. A row of the table has the median of the repeats of each
-checkout, their ratio, the spread of the old one, (largest - smallest) / median, and both host times of a call. The exit
-code is 1 if a row is slower by more than `--limit` percent plus that spread.
+measure in turn; the other one sleeps. A row of the table has the median of the repeats of each checkout, the change in
+percent, the spread of the old one, (largest - smallest) / median, and both host times of a call. The exit code is 1 if
+a row is slower by more than `--limit` percent plus that spread.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MACHINE = ("gpu", "driver", "torch", "triton", "nvshmem", "date")
 
 
 def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
-    """What a rank does: measure when it is this checkout's turn."""
+    """Run on each rank: measure when it is this checkout's turn."""
     import torch
     import torch.distributed as dist
 
@@ -56,7 +56,7 @@ def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
 def _settings(command: str) -> Any:
     from triton_ep.cli import bench
 
-    # Set when a checkout's ranks or their starter were imported; names of modules differ between checkouts.
+    # Set by the import of triton_ep; read here because module names differ between checkouts.
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -80,7 +80,7 @@ def _give_turn(folder: str, turn: str) -> None:
 
 
 def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
-    """A checkout's process, which starts its ranks."""
+    """The process of a checkout: start its ranks."""
     from triton_ep.distributed import run_ranks  # before torch's Triton: decides whether kernels are interpreted
 
     run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)
@@ -89,9 +89,9 @@ def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
 def _table(
     folder: Path, repeats: int, limit_pct: float, commits: dict[str, str | None]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """A line per row, and whether one of them is slower than allowed.
+    """A line per row, and whether a row is slower than allowed.
 
-    commits: of the sides; None: as their rows say.
+    commits: commits of the sides; None: taken from their rows.
     """
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     host: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -125,11 +125,11 @@ def _table(
 def main() -> int:
     """Run both checkouts and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="+", metavar="COMMAND", help="of `triton-ep bench`, in quotes")
+    parser.add_argument("commands", nargs="+", metavar="COMMAND", help="command line of `triton-ep bench`, in quotes")
     parser.add_argument("--old", required=True, metavar="DIR")
     parser.add_argument("--new", default=".", metavar="DIR")
     for side in SIDES:
-        parser.add_argument(f"--{side}-commit", help="of the table, where that checkout has no .git")
+        parser.add_argument(f"--{side}-commit", help="commit in the table, if that checkout has no .git")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1.0, metavar="PERCENT")
     parser.add_argument("--csv", metavar="PATH", help="write the table there")
@@ -148,7 +148,7 @@ def main() -> int:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
             processes.append(subprocess.Popen([sys.executable, __file__, *words], cwd=path, env=environment))
         while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):  # the other one would wait for its turn
+            if any(process.poll() for process in processes):  # the other one would wait forever for its turn
                 for process in processes:
                     process.kill()
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Low-latency calls of deep_ep.Buffer beside the layer's, each captured ten times in a CUDA graph (bench_doors.py)."""
+"""Low-latency calls of deep_ep.Buffer and of the layer, each captured ten times in a CUDA graph (bench_doors.py)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from triton_ep.runtime.launch import INTERPRETING
 TOKENS = 128
 """Most tokens per rank of these calls."""
 PER_REPLAY = 1 if INTERPRETING else 10
-"""Calls in what is timed once: a replay, or on the CPU the call."""
+"""Calls per timed unit: a replay, or a single call on the CPU."""
 
 
 class LowLatencyDoor:
-    """The calls of the door and of the layer, compared bit for bit.
+    """Calls of the integration and of the layer, compared bit for bit.
 
     Args:
-        tokens: per rank.
-        same: raises unless two tensors have the same bits; its first argument says of what.
+        tokens: tokens per rank.
+        same: raises unless two tensors have the same bits; its first argument names them.
 
     Attributes:
-        calls: (op, provider, kind of rows) -> what is timed.
-        eager: the same without graphs; they hold the tensors whose addresses the graphs have.
-        layers: that the calls use, to be checked and finalized.
+        calls: (op, provider, kind of rows) -> the timed call.
+        eager: the same calls without graphs; they keep alive the tensors whose addresses the graphs hold.
+        layers: layers of the calls, to be checked and finalized.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LowLatencyDoor:
             same("slabs of scales", scales[expert, :count], flat_scales[rows].view(torch.float32))
         combined = buffer.low_latency_combine(slabs, idx, weights, handle)[0]
         same("low-latency combine", combined, layer.combine(recv_x, desc, recv_weights))
-        # The same with weights that travel with the rows.
+        # The same, but weights travel with the rows.
         early: dict[str, Any] = {"use_fp8": False, "topk_weights": weights}
         brought = buffer.low_latency_dispatch(x, idx, tokens, experts, **early)[2]
         same("combine by early weights", buffer.low_latency_combine(slabs, idx, weights, brought)[0], combined)
@@ -123,7 +123,7 @@ class LowLatencyDoor:
 
 
 def _replayed(call: Callable[[], object]) -> Callable[[], object]:
-    """`PER_REPLAY` calls as one graph."""
+    """`PER_REPLAY` calls as one CUDA graph."""
 
     def calls() -> None:
         for _ in range(PER_REPLAY):

@@ -2,8 +2,8 @@
 
     python tests/bench/link_bytes.py
 
-One rank per GPU. Between two readings every rank makes --calls dispatches of the same tokens. The counters count
-whole packets, headers and flow control included, so they exceed the payload; the ratio of the two is what it shows.
+One rank per GPU. Between two readings every rank runs --calls dispatches of the same tokens. The counters count whole
+packets, headers and flow control included, so they exceed the payload; the ratio of the two payloads is the result.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TOPK = 8
 
 
 def sent_kib(text: str) -> int:
-    """Sum over links of the data that `nvidia-smi nvlink -gt d` says were sent, in KiB.
+    """Sum over links of the sent data that `nvidia-smi nvlink -gt d` reports, in KiB.
 
     Raises:
-        RuntimeError: it says nothing of the kind.
+        RuntimeError: the text has no counters.
     """
     found = re.findall(r"Data Tx:\s*(\d+)\s*KiB", text)
     if not found:
@@ -88,7 +88,7 @@ def measure(tokens: int, hidden: int, experts: int, calls: int) -> list[dict[str
 
 
 def main() -> None:
-    """Front door."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank (default %(default)s)")
     parser.add_argument("--hidden", type=int, default=7168, help="default %(default)s")
