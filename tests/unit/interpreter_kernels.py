@@ -1,4 +1,4 @@
-"""Kernels for the tests of the interpreter: one operation each."""
+"""Kernels for the interpreter's tests: one operation each."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from triton_ep.kernels.device.spin import now_ns, pause
 
 @triton.jit
 def cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    """Element by element to the dtype of `out`."""
+    """Cast elements to the dtype of `out`."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
 def truncate_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    """Element by element to the dtype of `out`, towards zero."""
+    """Cast elements to the dtype of `out`, rounding towards zero."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty, fp_downcast_rounding="rtz"))
 
@@ -90,14 +90,14 @@ def dot_scaled_kernel(
 
 @triton.jit
 def fp8_sum_kernel(x_ptr, out_ptr):
-    """Adds two e4m3 numbers, which no GPU can."""
+    """Add two e4m3 numbers, which no GPU supports."""
     x = tl.load(x_ptr)
     tl.store(out_ptr, x + x)
 
 
 @triton.jit
 def wait_kernel(flag_ptr, out_ptr, expected, timeout_ns):
-    """Wait for a flag of int64; out [3] int64: value seen, turns, nanoseconds."""
+    """Wait for an int64 flag; out [3] int64: value seen, polls, nanoseconds."""
     start = now_ns()
     polls = 0
     seen = tl.load(flag_ptr, volatile=True)
@@ -112,7 +112,7 @@ def wait_kernel(flag_ptr, out_ptr, expected, timeout_ns):
 
 @triton.jit
 def masked_kernel(x_ptr, counter_ptr, out_ptr, atomic_out_ptr, num, BLOCK: tl.constexpr):
-    """Stores all lanes of a load, of a load with `other`, and of an atomic, that are masked behind `num`."""
+    """Store all lanes of a load, of a load with `other`, and of an atomic, each masked past `num`."""
     offs = tl.arange(0, BLOCK)
     mask = offs < num
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=mask))
@@ -122,7 +122,7 @@ def masked_kernel(x_ptr, counter_ptr, out_ptr, atomic_out_ptr, num, BLOCK: tl.co
 
 @triton.jit
 def order_kernel(ticket_ptr, out_ptr):
-    """out [x, y, z]: how many programs of the grid ran before."""
+    """out [x, y, z]: number of programs of the grid that ran earlier."""
     ticket = tl.atomic_add(ticket_ptr, 1)
     y = tl.program_id(1) + tl.num_programs(1) * tl.program_id(0)
     tl.store(out_ptr + tl.program_id(2) + tl.num_programs(2) * y, ticket)
@@ -130,7 +130,7 @@ def order_kernel(ticket_ptr, out_ptr):
 
 @triton.jit
 def own_stores_kernel(heap_ptr, out_ptr, BLOCK: tl.constexpr):
-    """Stores to a heap, partly twice, and reads it back: out [2, BLOCK], then what an atomic finds."""
+    """Store to a heap, partly twice, and read it back: out [2, BLOCK], then the value that an atomic returns."""
     offs = tl.arange(0, BLOCK)
     tl.store(heap_ptr + offs, offs)
     tl.store(heap_ptr + offs, offs + 100, mask=offs % 2 == 0)

@@ -2,8 +2,8 @@
 
     python -m tests.unit.ping_pong RANK FD ROUNDS '[["way", seed or null], ...]'
 
-FD is a memfd that both ranks map. Every case has its own page, so nothing is ever reset. Prints a JSON list:
-words that were wrong in each case, -1 for a flag that did not come.
+FD is a memfd that both ranks map. Every case has its own page, so nothing is ever reset. Prints a JSON list: the
+number of wrong words in each case, or -1 for a flag that did not arrive.
 """
 
 import json
@@ -24,12 +24,12 @@ from . import wrong_kernels  # noqa: E402  (kernels are decorated at import)
 BLOCK = 64
 PAGE = 4096
 TIMEOUT_NS = 10 * 10**9
-WORDS_AT = 512  # of a half page: its flag is at 0, the word that says "ready" at 8
+WORDS_AT = 512  # offset in a half page; its flag is at 0, the word for "ready" at 8
 HALF = PAGE // 2
 
 
 def _meet(memory: torch.Tensor, page: int, rank: int) -> None:
-    """Wait, outside of any kernel, until both ranks are at this case."""
+    """Wait, outside any kernel, until both ranks reach this case."""
     ready = [memory[page + r * HALF + 8 : page + r * HALF + 16].view(torch.int64) for r in range(2)]
     ready[rank].fill_(1)
     deadline = time.monotonic() + LIMIT_S

@@ -1,4 +1,4 @@
-"""docs/how-to/add-a-kernel.md: its files, written into a copy of the checkout, are all that a kernel needs."""
+"""docs/how-to/add-a-kernel.md: with its files in a copy of the checkout, a new kernel is complete."""
 
 import re
 import shutil
@@ -38,7 +38,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _python(copy: Path, *words: str) -> str:
-    """What a program that runs on the copy prints."""
+    """Output of a program that runs on the copy."""
     environment = environment_of_programs() | {"PYTHONPATH": str(copy)}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
@@ -48,9 +48,9 @@ def _python(copy: Path, *words: str) -> str:
 
 @pytest.mark.plain
 def test_its_test_and_the_checks_of_style_pass(copy: Path) -> None:
-    """The kernel computes what it should, and the checks of its folder see it and find no fault."""
+    """The kernel's own test passes, and the style checks see the kernel and find no fault."""
     pytest_of_copy = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
-    of_kernel = ("tests/ops/test_scale_rows.py", "tests/unit/test_style.py")  # whose rules are for all files
+    of_kernel = ("tests/ops/test_scale_rows.py", "tests/unit/test_style.py")  # its rules cover all files
     shown = _python(copy, *pytest_of_copy, *of_kernel)
     assert len(re.findall(r"^tests/ops/test_scale_rows.py::.* PASSED", shown, re.MULTILINE)) == 7, shown
     for rule in ("kernel_files_state_their_protocols", "kernels_have_few_parameters"):
@@ -59,7 +59,7 @@ def test_its_test_and_the_checks_of_style_pass(copy: Path) -> None:
 
 @pytest.mark.plain
 def test_it_is_built_ahead_of_time(copy: Path, tmp_path: Path) -> None:
-    """Its declaration alone makes the build compile it, into whole stores that fit the registers."""
+    """Its declaration alone makes the build compile it, with wide stores and no spills."""
     listed = tmp_path / "variants"
     listed.write_text(_python(copy, "-c", _LIST))
     out = tmp_path / "library"

@@ -1,4 +1,4 @@
-"""tools/api.py: breaches of public names, by their class; what is private, or only new, is no breach."""
+"""tools/api.py: breaches of public names, by class; private names and additions are no breach."""
 
 import importlib.util
 from pathlib import Path
@@ -36,7 +36,7 @@ NOW = {
 
 
 def test_breaches_have_their_class(tool: ModuleType) -> None:
-    """A class that is imported counts by its public name; a helper that went does not; a new option breaks nothing."""
+    """An imported class counts by its public name; a removed helper does not count; a new option breaks nothing."""
     with (
         griffe.temporary_visited_package("sample", BEFORE, resolve_aliases=True) as before,
         griffe.temporary_visited_package("sample", NOW, resolve_aliases=True) as now,
@@ -49,7 +49,7 @@ def test_breaches_have_their_class(tool: ModuleType) -> None:
 
 
 def test_the_longest_row_decides(tool: ModuleType) -> None:
-    """As the page says."""
+    """The longest matching row gives the class, as the page says."""
     rows = {"triton_ep": "stable", "triton_ep.nn": "provisional", "triton_ep.nn.MoE": "stable"}
     assert tool.class_of("triton_ep.nn.MoE.forward", rows) == tool.class_of("triton_ep.EPConfig", rows) == "stable"
     assert tool.class_of("triton_ep.nn.new_exchange", rows) == "provisional"

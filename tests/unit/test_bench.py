@@ -1,4 +1,4 @@
-"""The benchmark does on CPU ranks what it does on GPUs: it checks, times, and stores rows of the agreed form."""
+"""The benchmark works on CPU ranks as on GPUs: it checks, times, and stores rows of the documented form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _run(*words: str, heap: str | None = None) -> str:
 
 
 def _settings(*words: str, last: Sequence[str] = ()) -> Settings:
-    """What `triton-ep bench` makes of these words on the CPU."""
+    """Settings that `triton-ep bench` derives from these words on the CPU."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     return cli.settings_of(parser.parse_args([*words, *TINY, *last]), 2, interpreting=True)
@@ -68,7 +68,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
-    """A row per op and provider, all columns sane, floors first; pictures of what was measured."""
+    """A row per op and provider, all columns sane, floors first; pictures of the times and kernels."""
     path = tmp_path / "results" / "rows.csv"
     pictures = ("--plot", str(tmp_path / "times.svg"), "--timeline", str(tmp_path / "kernels.png"))
     out = _run("roundtrip", "--csv", str(path), "--nodes", "2", "--stages", *pictures)
@@ -104,7 +104,7 @@ def _gpu_row(**values: object) -> rows.Row:
 
 
 def test_tables_have_units_and_say_once_what_rows_share() -> None:
-    """Sizes above, times in units that suit them, and beside other providers one line; floors of links are rows."""
+    """Shared sizes stand above, times have suitable units, one line compares providers; link floors are rows."""
     found = [
         rows.make_row(
             {"op": "floor", "provider": "push", "mode": "jit-sm20", "ranks": 4, "gpu": "H200", "gbps": 370.1}
@@ -122,7 +122,7 @@ def test_tables_have_units_and_say_once_what_rows_share() -> None:
 
 
 def test_an_exchange_adds_to_products() -> None:
-    """The time of both less that of the products alone, per row that was measured; nothing of CPU ranks."""
+    """The added time is that of both minus that of the products alone, per measured row; none for CPU ranks."""
     told = {"op": "dispatch_beside", "mode": "jit-static-sm20-budget24"}
     found = [_gpu_row(provider="triton_ep", median_us=1470.2, floor_us=1280.0, **told)]
     (line,) = tables.added([*found, _gpu_row(provider="deep_ep", skip_reason="not here", **told)])
@@ -133,7 +133,7 @@ def test_an_exchange_adds_to_products() -> None:
 
 
 def test_tables_fit_the_terminal() -> None:
-    """Columns that matter least go first and are named; op, provider, mode and time stay whatever the width."""
+    """The least important columns are dropped first and named; op, provider, mode and time always stay."""
     found = [
         _gpu_row(provider="triton_ep", median_us=us, host_us=40.0, skew_pct=2.5, p80_us=us + 1, tokens=tokens)
         for us, tokens in ((585.1, 4096), (77.0, 16))
@@ -151,17 +151,17 @@ def test_tables_fit_the_terminal() -> None:
     [(0.5, "0.5 us"), (585.14, "585.1 us"), (1000, "1 ms"), (821127.8, "821.1 ms"), (3834354.1, "3.834 s")],
 )
 def test_times_have_the_unit_that_suits_them(us: float, text: str) -> None:
-    """Four digits, and a unit between which and the next there is room."""
+    """Times have four digits and the largest unit that keeps them at 1 or above."""
     assert tables.time_text(us) == text
 
 
 def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
-    """Rows of a run in ranks that are there already."""
+    """Rows of a run in existing ranks."""
     return run.measure_all(settings).rows
 
 
 def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """Lists make a case each, in both payloads and with skewed routing; rows are appended below those there are."""
+    """Lists give a case per value, in both payloads and with skewed routing; rows are appended to existing ones."""
     path = tmp_path / "rows.csv"
     rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
     sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
@@ -199,7 +199,7 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
     ids=lambda value: value[0],
 )
 def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops: list[str]) -> None:
-    """Each checks and times what it is named after."""
+    """Each command checks and times the ops of its name."""
     settings = _settings(*words, last=["--iters", "1", "--alignment", "8"])
     found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
     assert [row["op"] for row in found] == ops
@@ -207,7 +207,7 @@ def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops
 
 
 def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
-    """With this package's own door in place of deep_ep: it has the interface."""
+    """Use this package's own integration in place of deep_ep: it has the same interface."""
     module = types.ModuleType("deep_ep")
     module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
     module.Buffer, module.Config = door.Buffer, door.Config  # type: ignore[attr-defined]
@@ -237,8 +237,8 @@ def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Setti
     ],
 )
 def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes: list[str]) -> None:
-    """Its normal kernels in both modes, with FP8, those of low latency: checked, and named as what they are; a row with
-    the reason where it cannot run."""
+    """Normal kernels in both modes, with FP8, and low-latency kernels are checked, and the mode says how they differ; a
+    case that cannot run has a row with the reason."""
     settings = _settings(*words.split(), "--provider", "deep_ep", last=["--iters", "1", *words.split()[1:]])
     found = [row for row in run_ranks(_measure_peer, 1, 2, settings)[0] if row["op"] != "floor"]
     assert [row["mode"] if not row["skip_reason"] else "" for row in found] == modes
@@ -248,7 +248,7 @@ def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes:
 
 
 def test_a_profile_of_the_host_leaves_the_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names what a call does, not what an interpreted kernel does; and the interpreter is as before in the end."""
+    """The profile names functions of the call, not of interpreted kernels, and restores the interpreter."""
 
     seen = []
 
@@ -267,7 +267,7 @@ def test_a_profile_of_the_host_leaves_the_interpreter_out(monkeypatch: pytest.Mo
 
 
 def test_what_is_unequal_stands_with_the_ratio() -> None:
-    """A mode of another provider says what it leaves out."""
+    """The comparison names the work that another provider leaves out, from its mode."""
     ours = _gpu_row(provider="triton_ep", median_us=400.0, payload="mxfp8")
     peer = _gpu_row(provider="deep_ep", median_us=300.0, payload="mxfp8", mode="nosync-sm20-unpermuted-fp8")
     (line,) = tables.compared([ours, peer])
@@ -286,7 +286,7 @@ def test_case_without_memory_is_a_row_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_too_few_gpus_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bare start that asks for more ranks than there are GPUs says so in each row."""
+    """A bare start with more ranks than GPUs says so in each row."""
     settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16", "--json")
     run.skip_all(settings, "needs 2 GPUs, there are 1")
     found = _read(tmp_path / "rows.csv")
@@ -295,7 +295,7 @@ def test_too_few_gpus_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
-    """Rows never land below a header that is not theirs."""
+    """Rows are never appended under another header."""
     path = tmp_path / "rows.csv"
     path.write_text("op,median_us\n")
     with pytest.raises(InputError, match="columns"):
@@ -322,7 +322,7 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(words: str) -> None:
-    """Before any rank starts."""
+    """Invalid settings are refused before any rank starts."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     with pytest.raises(ConfigError):
@@ -331,7 +331,7 @@ def test_settings_that_cannot_work_are_refused(words: str) -> None:
 
 @pytest.mark.parametrize("command", ["beside-gemm", "host"])
 def test_a_row_says_graph_only_where_there_is_one(command: str) -> None:
-    """What launches its calls anew refuses the option."""
+    """Commands that launch their calls anew refuse --graph."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     words = [command, *TINY, "--capacity", "static", "--graph"]
@@ -340,7 +340,7 @@ def test_a_row_says_graph_only_where_there_is_one(command: str) -> None:
 
 
 def test_time_slices_are_not_measured(monkeypatch) -> None:
-    """Ranks that may share a GPU are for tests."""
+    """Benchmarks refuse ranks that may share a GPU."""
     monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", "2")
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
@@ -350,7 +350,7 @@ def test_time_slices_are_not_measured(monkeypatch) -> None:
 
 
 def test_presets_and_defaults() -> None:
-    """A model sets the sizes, an option overrides one; a decoder's run is static and in a graph."""
+    """A model sets the sizes, and an option overrides one; a low-latency run is static and in a graph."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     words = ["dispatch", "--model", "qwen3-235b", "--tokens", "16,128", "--topk", "4", "--commit", "a"]
@@ -362,7 +362,7 @@ def test_presets_and_defaults() -> None:
 
 
 def test_routings() -> None:
-    """Distinct experts per token, the same on every draw, other ones per input; skew and one-hot are what they say."""
+    """Experts of a token are distinct, equal on every draw, different per input; skew and one-hot are as named."""
     shape = Shape(200, 1, 3, 16, 1)
     for spec in ("uniform", "zipf:1.5", "one-hot"):
         first, second = routing.draw(spec, shape, 4, 2, 7), routing.draw(spec, shape, 4, 2, 7)
@@ -378,7 +378,7 @@ def test_routings() -> None:
 
 
 def test_routing_from_a_file(tmp_path: Path) -> None:
-    """[W * T, K] and [W, T, K], .pt and .npy; several routings in one file; a shape that does not fit is refused."""
+    """Reads [W * T, K] and [W, T, K], .pt and .npy, and several routings in a file; refuses other shapes."""
     shape = Shape(5, 1, 2, 8, 1)
     ids = torch.randint(-1, 8, (2, 3, 5, 2), generator=torch.Generator().manual_seed(0))
     torch.save(ids, tmp_path / "ids.pt")
@@ -405,7 +405,7 @@ def test_routing_from_a_file(tmp_path: Path) -> None:
 
 
 def test_routings_of_any_file_are_refused_by_name(tmp_path: Path) -> None:
-    """Ids as uint16 and uint64 are integers like others; what is no table of ids is told, whatever it promises."""
+    """Ids may be uint16 or uint64; a file without a table of ids is refused by name, whatever its header claims."""
     import numpy
 
     shape, ids = Shape(5, 1, 2, 8, 1), numpy.arange(30).reshape(15, 2) % 8
@@ -433,7 +433,7 @@ def test_routings_of_any_file_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_installed_package_measures_and_stores_with_a_commit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a checkout rows that are printed name the release; stored ones need --commit."""
+    """Without a checkout printed rows name the release; stored ones need --commit."""
     monkeypatch.setattr(rows, "commit_of_checkout", lambda: None)
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
@@ -448,7 +448,7 @@ def test_an_installed_package_measures_and_stores_with_a_commit_only(monkeypatch
 
 
 def test_picture_of_stored_rows(tmp_path: Path) -> None:
-    """`bench plot`: a panel per op, of several rows of one configuration the last; what --where and --lines leave."""
+    """`bench plot`: a panel per op, the last row of each configuration, filtered by --where and --lines."""
     columns = {"provider": "triton_ep", "payload": "bf16", "nodes": 1, "ranks": 4, "tokens": 8, "gpu": "H200"}
     path, out = tmp_path / "rows.csv", tmp_path / "times.svg"
     stored = [
@@ -475,7 +475,7 @@ def test_picture_of_stored_rows(tmp_path: Path) -> None:
 
 
 def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is measured: another kind of file, or no matplotlib; the message says what to install."""
+    """Refused before anything is measured: another file type, or no matplotlib; the message says what to install."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     with pytest.raises(ConfigError, match="draws exchanges"):
@@ -490,7 +490,7 @@ def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.Mon
 
 
 def test_picture_of_a_routing(tmp_path: Path) -> None:
-    """`bench plot --routing`: tokens from rank to rank."""
+    """`bench plot --routing` shows tokens from rank to rank."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     out = tmp_path / "routing.svg"
@@ -500,7 +500,7 @@ def test_picture_of_a_routing(tmp_path: Path) -> None:
 
 
 def test_timing_takes_the_slowest_rank_of_each_iteration() -> None:
-    """Median over iterations of the maximum over ranks; skew from the medians of the ranks."""
+    """The median over iterations of the maximum over ranks; the skew follows from the medians of the ranks."""
     found = timing.summarize([[10.0, 50.0, 10.0], [20.0, 20.0, 30.0]])
     assert found.median_us == 30.0
     assert found.p20_us < 30.0 < found.p80_us
@@ -508,7 +508,7 @@ def test_timing_takes_the_slowest_rank_of_each_iteration() -> None:
 
 
 def _bytes_by_hand(idxs: list[torch.Tensor], experts: int, per: int, local: bool) -> tuple[list[int], list[int]]:
-    """Rows of 1 byte and partial sums of 100 bytes, token by token."""
+    """Bytes out of each rank in dispatch and combine, token by token: rows of 1 byte, partial sums of 100 bytes."""
     world = len(idxs)
     there, back = [0] * world, [0] * world
     for source, idx in enumerate(idxs):
@@ -529,7 +529,7 @@ def _bytes_by_hand(idxs: list[torch.Tensor], experts: int, per: int, local: bool
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 @pytest.mark.parametrize("local", [False, True])
 def test_bytes_are_those_of_the_protocol(ranks_per_node: int, local: bool) -> None:
-    """De-duplicated per rank inside a node and per node across; compared with a loop over tokens."""
+    """Rows are deduplicated per rank inside a node and per node across; compared with a loop over tokens."""
     generator = torch.Generator().manual_seed(3)
     idxs = [torch.randint(-1, 12, (9, 5), generator=generator) for _ in range(4)]
     where = routing.Routing.of(idxs, 12, ranks_per_node)
@@ -541,7 +541,7 @@ def test_bytes_are_those_of_the_protocol(ranks_per_node: int, local: bool) -> No
 
 
 def test_kernel_times_are_read_from_the_profiler() -> None:
-    """Spans by name from a record of torch's profiler: here of the CPU, on a GPU of the device."""
+    """Spans by name from a record of torch's profiler: of the CPU here, of the device on a GPU."""
     a = torch.randn(64, 64)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
@@ -553,7 +553,7 @@ def test_kernel_times_are_read_from_the_profiler() -> None:
 
 
 def test_calls_are_told_apart_by_marks() -> None:
-    """A call is what starts between the second and third mark of its three; overlapping spans count once."""
+    """A call has the spans between the second and third of its three marks; overlapping spans count once."""
 
     def span(name: str, start: float, end: float) -> timing.Span:
         return timing.Span(name, start, end)
@@ -570,7 +570,7 @@ def test_calls_are_told_apart_by_marks() -> None:
 
 
 def test_check_names_the_row_that_is_wrong() -> None:
-    """Rows that are right pass; a changed element, even in the last bit, does not."""
+    """Correct rows pass; a changed element fails, even in the last bit."""
     everyone = torch.cat([coded_rows(r, 5, 16, 0, torch.device("cpu")) for r in range(2)])
     assert everyone.unique(dim=0).shape[0] == 10
     source = torch.tensor([3, 9, 9, 0])
@@ -581,7 +581,7 @@ def test_check_names_the_row_that_is_wrong() -> None:
 
 
 class _OneRank(providers._Permuted):
-    """Dispatch and combine among one rank, with a fault on request."""
+    """Dispatch and combine on one rank, with an optional fault."""
 
     experts_per_rank, alignment, device = 4, 16, torch.device("cpu")
 
@@ -605,7 +605,7 @@ class _OneRank(providers._Permuted):
 
 @pytest.mark.parametrize("fault", ["", "swapped rows", "lost copy", "not a number"])
 def test_nothing_wrong_is_timed(fault: str) -> None:
-    """The check before the timing passes what is right, and names the op that is not."""
+    """The check before the timing accepts correct results and names the op of a wrong one."""
     settings = _settings("roundtrip", "--alignment", "16")
     shape = settings.shapes[0]
     job = Job(settings, shape, Place(0, 1, 1, torch.device("cpu"), {}))
@@ -618,7 +618,7 @@ def test_nothing_wrong_is_timed(fault: str) -> None:
 
 
 def _push_and_copy(rank: int, _nodes: int, _ranks_per_node: int) -> tuple[list[int], list[int]]:
-    """First word of each row that arrived, by the push and by the copy."""
+    """First word of each received row, for the push and for the copy."""
     heap, found = current_heap(), []
     target = heap.alloc((6, floor.ROW_BYTES // 8), torch.int64)
     source = (torch.arange(6).unsqueeze(1) + 10 * rank).expand(-1, floor.ROW_BYTES // 8).contiguous()
@@ -636,14 +636,14 @@ def _push_and_copy(rank: int, _nodes: int, _ranks_per_node: int) -> tuple[list[i
 
 
 def test_floors_move_what_they_say(run_ranks: Callable[..., Any]) -> None:
-    """The push sends every row once, to peers in turn; the copy, everything to the next rank."""
+    """The push sends every row once, to peers in turn; the copy sends everything to the next rank."""
     for rank, (pushed, copied) in enumerate(run_ranks(_push_and_copy, 1, 4)):
         assert pushed == [row + 10 * ((rank - 1 - row % 3) % 4) for row in range(6)]
         assert copied == [row + 10 * ((rank - 1) % 4) for row in range(6)]
 
 
 def test_counters_of_nvlink_are_summed() -> None:
-    """Over links; another answer of nvidia-smi is an error, not zero."""
+    """Counters are summed over links; another output of nvidia-smi is an error, not zero."""
     text = "GPU 0: NVIDIA H200\n\t Link 0: Data Tx: 12 KiB\n\t Link 0: Data Rx: 7 KiB\n\t Link 1: Data Tx: 30 KiB\n"
     assert link_bytes.sent_kib(text) == 42
     with pytest.raises(RuntimeError, match="does not show"):
@@ -673,7 +673,7 @@ def test_counters_of_nvlink_are_summed() -> None:
     ],
 )
 def test_wrong_options_of_plot_are_named(words: list[str], match: str, tmp_path: Path) -> None:
-    """Nothing is drawn under a title that it does not deserve; every mistake names its option, or file and line."""
+    """Every mistake names its option, or its file and line, and nothing is drawn."""
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short.csv").write_text(f"{rows.HEADER}\ndispatch,triton_ep\n")
     row = rows.make_row({"op": "dispatch", "tokens": "many", "median_us": "3"})
@@ -689,7 +689,7 @@ def test_wrong_options_of_plot_are_named(words: list[str], match: str, tmp_path:
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Where a folder of the path is a file."""
+    """An output path with a file in place of a folder is refused by name."""
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("")
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""The benchmark of the experts does in the interpreter what it does on a GPU: it checks, times, stores rows."""
+"""The benchmark of the experts works in the interpreter as on a GPU: it checks, times and stores rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row per case with its shape, a reason where there are no times, then the tables."""
+    """A row per case with its shape, a reason if it has no times, then the tables."""
     path = tmp_path / "rows.csv"
     words = ["--rows", "odd9", "--terms", "64", "--iters", "1", "--warmup", "0", "--commit", "abc1234"]
     bench.main([*words, "--csv", str(path)])
@@ -35,7 +35,7 @@ def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_wrong_product_is_not_timed() -> None:
-    """A row of the last segment that is off by its own size ends the run."""
+    """An error as large as the row itself, in the last segment, ends the run."""
     given = bench.Operands("tiny", [4, 0, 3], CPU)
     *_, case = bench.forward(given)
     assert case.exact is not None
@@ -47,7 +47,7 @@ def test_a_wrong_product_is_not_timed() -> None:
 
 
 def test_sizes() -> None:
-    """As many rows as the mean says; ragged ones in multiples of 128."""
+    """The sizes have the named mean; ragged ones are multiples of 128."""
     assert bench.sizes_of("512", 3) == [512] * 3
     for text, step in (("ragged512", 128), ("odd512", 1)):
         sizes = bench.sizes_of(text, 8)

@@ -1,4 +1,4 @@
-"""The benchmark of the grouped GEMM does in the interpreter what it does on a GPU: it checks, times, stores rows."""
+"""The benchmark of the grouped GEMM works in the interpreter as on a GPU: it checks, times and stores rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(bench.__file__)
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
-    """A row per case with its shape, a reason where there are no times, and the table as the last thing printed."""
+    """A row per case with its shape, a reason if it has no times, and the table printed last."""
     path = tmp_path / "rows.csv"
     words = ["--shape", "tiny", "--rows", "4,ragged32", "--iters", "2", "--warmup", "0", "--commit", "abc1234"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
@@ -47,7 +47,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("op", ["fprop", "wgrad"])
 def test_a_wrong_product_is_not_timed(op: str) -> None:
-    """A row of one group that is off by its own size ends the run."""
+    """An error as large as the row itself, in one group, ends the run."""
     case = bench.Case("tiny", "4", op, "triton_ep", "bf16")
     given = bench.Operands("tiny", 8, torch.device("cpu"))
     ends = torch.tensor([4, 8], dtype=torch.int32)
@@ -60,7 +60,7 @@ def test_a_wrong_product_is_not_timed(op: str) -> None:
 
 
 def test_ragged_groups() -> None:
-    """They have the mean that the name says, one is empty, and all are multiples of 16."""
+    """Ragged groups have the named mean, one is empty, and all are multiples of 16."""
     sizes = bench.Case("deepseek-v3-up", "ragged256", "fprop", "triton_ep", "bf16").sizes()
     assert len(sizes) == 32 and sum(sizes) == 32 * 256
     assert min(sizes) == 0 and max(sizes) > 512 and not any(size % 16 for size in sizes)
@@ -68,7 +68,7 @@ def test_ragged_groups() -> None:
 
 @pytest.mark.parametrize("words", [["--rows", "x"], ["--rows", "ragged"], ["--op", "sum"], ["--iters", "0"]])
 def test_bad_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """They end the run with a message before anything is measured."""
+    """Bad options end the run with a message before anything is measured."""
     with pytest.raises(SystemExit):
         bench.main([*words, "--commit", "abc1234"])
     assert words[0] in capsys.readouterr().err

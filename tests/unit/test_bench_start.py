@@ -1,4 +1,4 @@
-"""The benchmark of a job's start: every step of it has a row, and a first call that is wrong ends it."""
+"""The benchmark of a job's start: every step has a row."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""NVSHMEM's device bitcode, found and cut down: what survives, what is cached, what is said when it is missing.
+"""Finding and pruning NVSHMEM's device bitcode: kept functions, the cache, the message if it is missing.
 
-Most tests use a stand-in of a few lines, which LLVM reads like the real file; those marked so need the real one.
+Most tests use a stand-in of a few lines, which LLVM reads like the real file; tests with `real` need the real file.
 """
 
 import json
@@ -35,7 +35,7 @@ define linkonce_odr i32 @helper() noinline { ret i32 1 }
 
 
 def _install(site: Path, *names: str, text: str = LIBRARY) -> Path:
-    """Make files of these names where a site-packages folder has NVSHMEM's; returns their folder."""
+    """Create files of these names in NVSHMEM's folder of a site-packages folder; returns that folder."""
     folder = site / "nvidia" / "nvshmem" / "lib"
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -45,7 +45,7 @@ def _install(site: Path, *names: str, text: str = LIBRARY) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A site-packages folder with the stand-in, behind an empty one at the front of sys.path."""
+    """A site-packages folder with the stand-in, second in sys.path after an empty one."""
     folder = tmp_path / "site"
     _install(folder, "libnvshmem_device.bc")
     (tmp_path / "empty").mkdir()
@@ -63,10 +63,10 @@ def real() -> Path:
 
 
 def test_the_first_entry_of_the_path_that_has_it_wins(site: Path, tmp_path: Path) -> None:
-    """As for every import, so that bitcode and host library are of one installation."""
+    """The first path entry wins, as for imports, so bitcode and host library are from one installation."""
     second = _install(tmp_path / "second", "libnvshmem_device.bc")
     assert find_bitcode() == site / "nvidia/nvshmem/lib/libnvshmem_device.bc"
-    sys.path.insert(0, str(tmp_path / "second"))  # the list is the fixture's
+    sys.path.insert(0, str(tmp_path / "second"))  # the fixture restores sys.path
     assert find_bitcode() == second / "libnvshmem_device.bc"
 
 
@@ -74,7 +74,7 @@ def test_the_first_entry_of_the_path_that_has_it_wins(site: Path, tmp_path: Path
 def test_one_file_per_architecture(
     archs: tuple[int, ...], chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later releases: the newest code that every supported GPU runs."""
+    """Later releases have a file per architecture: the newest one that every supported GPU runs is chosen."""
     folder = _install(tmp_path, *(f"libnvshmem_device_sm_{arch}.bc" for arch in archs))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert find_bitcode() == folder / f"libnvshmem_device_sm_{chosen}.bc"
@@ -82,7 +82,7 @@ def test_one_file_per_architecture(
 
 
 def test_missing_bitcode_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing installed, or only files for GPUs that are newer than ours."""
+    """The message has the install command if only files for newer GPUs are installed."""
     _install(tmp_path, "libnvshmem_device_sm_100.bc", "libnvshmem_host.so.3")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(HeapError, match="pip install nvidia-nvshmem-cu13"):
@@ -90,7 +90,7 @@ def test_missing_bitcode_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_only_what_is_called_is_kept(site: Path, tmp_path: Path) -> None:
-    """The function, external again; what it calls; the state; nothing else, and nothing of the stub."""
+    """The function stays, external again, with its callees and the state, and nothing else of file or stub."""
     text = pruned_bitcode(["put"], tmp_path).read_text()
     assert "define i32 @put(i64" in text
     assert "define internal i32 @helper()" in text or "define linkonce_odr i32 @helper()" in text
@@ -101,7 +101,7 @@ def test_only_what_is_called_is_kept(site: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_function_is_named(site: Path, tmp_path: Path) -> None:
-    """A prefix of another function's name is not that function; nothing is cached."""
+    """A prefix of a function's name does not match it; nothing is cached."""
     with pytest.raises(HeapError, match="no function put_othe"):
         pruned_bitcode(["put", "put_othe"], tmp_path)
     assert list(tmp_path.rglob("*.ll")) == []
@@ -110,14 +110,14 @@ def test_a_missing_function_is_named(site: Path, tmp_path: Path) -> None:
 
 
 def test_unreadable_bitcode_is_named(site: Path, tmp_path: Path) -> None:
-    """A damaged file, or one of a newer LLVM."""
+    """A damaged file, or one from a newer LLVM, is named."""
     folder = _install(site, "libnvshmem_device.bc", text="this is no bitcode")
     with pytest.raises(HeapError, match=f"cannot read .*{folder}"):
         pruned_bitcode(["put"], tmp_path)
 
 
 def test_second_call_reads_the_cache(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the symbols does not matter; other symbols, or other bitcode, make another file."""
+    """The order of symbols does not matter; other symbols or other bitcode give another file."""
     path = pruned_bitcode(["put", "put_other"], tmp_path)
     with monkeypatch.context() as patch:
         patch.delattr(bitcode, "_prune")
@@ -128,7 +128,7 @@ def test_second_call_reads_the_cache(site: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_the_cache_is_tritons_by_default(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRITON_CACHE_DIR moves it, as Triton reads it."""
+    """TRITON_CACHE_DIR moves the cache, as it moves Triton's."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     assert pruned_bitcode(["put"]).is_relative_to(tmp_path / "cache")
 
@@ -137,7 +137,7 @@ def test_the_cache_is_tritons_by_default(site: Path, tmp_path: Path, monkeypatch
 def test_an_interrupted_write_is_not_used(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Neither the file nor a rest of it stays; the next call writes it."""
+    """No file and no part of one stays; the next call writes it."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -151,7 +151,7 @@ def test_an_interrupted_write_is_not_used(
 
 
 def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
-    """Ranks that start together on an empty cache all get the same file, complete when they read it."""
+    """Ranks that start together on an empty cache all read the same complete file."""
     _install(tmp_path / "site", "libnvshmem_device.bc")
     code = (
         "import sys; from pathlib import Path\n"
@@ -169,7 +169,7 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
         for _ in range(3)
     ]
     try:
-        for writer in writers:  # they start to write together, whatever their imports took
+        for writer in writers:  # all imports are done, so that the writes start together
             assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         for writer in writers:
             assert writer.stdin is not None
@@ -186,12 +186,12 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pruned(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed bitcode, cut down to what kernels call."""
+    """The installed bitcode, pruned to the functions that kernels call."""
     return pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path_factory.mktemp("pruned"))
 
 
 def _called(text: str, symbols: Iterable[str]) -> set[str]:
-    """Functions of a module that these call, directly or not, and these."""
+    """These functions of a module and all that they call, directly or indirectly."""
     bodies = dict(re.findall(r"^define [^@]*@([\w$.]+)(\(.*?^\})", text, re.MULTILINE | re.DOTALL))
     seen: set[str] = set()
     waiting = [*symbols]
@@ -204,8 +204,8 @@ def _called(text: str, symbols: Iterable[str]) -> set[str]:
 
 
 def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
-    """What kernels call, all that it calls and nothing else: 32 kB of 30 MB in NVSHMEM 3.4.5; 1.8 MB of 54 in 3.8,
-    whose put holds code for three transports. NVSHMEM's constants stay, and stay in use."""
+    """Keeps the functions that kernels call, their callees, and nothing else: 32 kB of 30 MB in NVSHMEM 3.4.5; 1.8 MB of
+    54 in 3.8, whose put holds code for three transports. NVSHMEM's constants stay, and stay in use."""
     text = pruned.read_text()
     defined = set(re.findall(r"^define [^@]*@([\w$.]+)\(", text, re.MULTILINE))
     assert set(NVSHMEM_SYMBOLS) <= defined == _called(text, NVSHMEM_SYMBOLS)
@@ -217,7 +217,7 @@ def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
 
 
 def test_the_search_for_what_is_called_sees_a_rest() -> None:
-    """A function that nothing reaches is not among what is called; one that is reached by a call is."""
+    """An unreachable function is not reported; one reached by a call is."""
     text = "define void @a() {\n call void @b()\n}\n\ndefine internal void @b() {\n}\n\ndefine void @rest() {\n}\n"
     assert _called(text, ["a"]) == {"a", "b"}
 
@@ -238,7 +238,7 @@ for path in sys.argv[1:]:
 
 
 def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, pruned: Path) -> None:
-    """Linked with the whole file or with the pruned one, a kernel is as large and carries the same constants."""
+    """A kernel has the same size and constants whether linked with the whole file or the pruned one."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(real), str(pruned)],

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its sub-commands, all the way down."""
+    """A parser and the parsers of its sub-commands, recursively."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -31,7 +31,7 @@ PARSERS = list(_parsers(make_parser()))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a sub-command."""
+    """--version works without a sub-command."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -40,7 +40,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
 def test_help_ends_with_examples_that_parse(parser: argparse.ArgumentParser) -> None:
-    """Each --help shows commands, one a line, of the options that there are; text is filled to the terminal."""
+    """Each --help ends with example commands, one a line, that the parser accepts."""
     text = parser.format_help()
     examples = text.split("\nexamples:\n")[1].splitlines()
     assert examples
@@ -55,7 +55,7 @@ def test_help_ends_with_examples_that_parse(parser: argparse.ArgumentParser) -> 
 
 
 def test_options_of_bench_are_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line of usage; what is moved, how, how it is measured, where, and what comes out."""
+    """The usage has one line; options have headings: shape, exchange, measurement, ranks, output."""
     with pytest.raises(SystemExit):
         main(["bench", "dispatch", "--help"])
     text = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_options_of_bench_are_grouped(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_completion_says_what_it_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without argcomplete: the extra that brings it, in one line."""
+    """Without argcomplete the message names, in one line, the extra that installs it."""
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["completion", "bash"]) == 1
@@ -75,7 +75,7 @@ def test_completion_says_what_it_needs(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_a_shell_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What bash asks for at a press of Tab is answered, sub-commands, options and choices; nothing of ours is run."""
+    """Tab in bash completes sub-commands, options and choices, without running a command."""
     pytest.importorskip("argcomplete")
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out

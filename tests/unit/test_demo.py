@@ -1,4 +1,4 @@
-"""`triton-ep demo`: the run, and that its counters and its verdict can tell right from wrong."""
+"""`triton-ep demo`: the run, and whether its counters and verdict detect errors."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ from triton_ep.cli.demo_report import (
 def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
     """4 ranks as 2 nodes x 2: the table has a line per rank, the verdict is PASS, the picture is a PNG.
 
-    A program: ranks of this process would write where the first ones wrote that it has started.
+    Runs as a separate program: ranks of this process keep writing where its first ranks wrote.
     """
     picture = tmp_path / "routing.png"
     words = ["--tokens", "12", "--hidden", "64", "--experts", "8", "--picture", picture]
@@ -36,7 +36,7 @@ def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
     output = done.stdout
     assert "PASS" in output
     assert "received" in output
-    steps = re.findall(r"^\[(\d)/4\] ", output, re.MULTILINE)  # said while it runs, by one rank
+    steps = re.findall(r"^\[(\d)/4\] ", output, re.MULTILINE)  # printed during the run, by one rank
     assert steps == ["1", "2", "3", "4"] and output.index("[4/4]") < output.index("received")
     of_layer = output.split("triton_ep.nn.MoE")[0]
     rows = {
@@ -65,7 +65,7 @@ def test_demo_names_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_demo_is_for_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher every process of it would start four ranks."""
+    """Under a launcher every process would start four ranks, so the demo refuses."""
     for name, value in {"RANK": 0, "SIZE": 4, "LOCAL_RANK": 0, "LOCAL_SIZE": 4}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
     assert main(["demo"]) == 1
@@ -75,7 +75,7 @@ def test_demo_is_for_one_process(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_a_package_that_is_missing_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line and the command that tells more; a module of ours that cannot be found is no such thing."""
+    """A missing package gives one line and the command to run next; a missing module of this package is an error."""
 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -88,8 +88,8 @@ def test_a_package_that_is_missing_is_named(
         main(["demo"])
 
 
-# 2 nodes x 2 ranks, one expert per rank. Token 0 of rank 0 goes everywhere, token 1 only to rank 3, of which
-# the gateway for rank 0 is rank 2; rank 1 keeps its token; rank 2 drops one copy; rank 3 has no token.
+# 2 nodes x 2 ranks, one expert per rank. Token 0 of rank 0 goes everywhere, token 1 only to rank 3, through gateway
+# rank 2; rank 1 keeps its token; rank 2 drops one assignment; rank 3 has no token.
 ROUTING = [
     torch.tensor([[0, 1, 2, 3], [3, -1, -1, -1]]),
     torch.tensor([[1, -1, -1, -1]]),
@@ -105,7 +105,7 @@ TRAFFIC = [
 
 
 def test_traffic_of_a_routing_counted_by_hand() -> None:
-    """One row per rank of the own node, one per other node, and the second hop counted where it happens."""
+    """One row per rank of the same node, one per other node; the second hop counts on the forwarding rank."""
     assert expected_traffic(ROUTING, num_experts=4, ranks_per_node=2) == TRAFFIC
     assert [t.sent for t in TRAFFIC] == [3, 0, 1, 0]
     assert [t.nvlink for t in TRAFFIC] == [1, 0, 3, 0]
@@ -129,7 +129,7 @@ GOOD = [Comparison(0.0, 0.0, 0.01, signal=1.0, noise=0.01)] * 4
 
 @pytest.mark.parametrize("max_rel", [0.02, float("nan")])
 def test_a_wrong_result_fails(max_rel: float) -> None:
-    """An error past rounding, and a NaN, are failures that name the rank and the payload."""
+    """An error beyond rounding, or a NaN, is a failure that names the rank and the payload."""
     bad = [*GOOD[:3], Comparison(1.0, max_rel, 0.01)]
     assert failures(_results(), GOOD, GOOD, 4, 2) == []
     assert [text.split(":")[0] for text in failures(_results(), bad, GOOD, 4, 2)] == ["rank 3, bf16"]
@@ -138,7 +138,7 @@ def test_a_wrong_result_fails(max_rel: float) -> None:
 
 @pytest.mark.parametrize("noise", [1.0, float("nan")])
 def test_a_wrong_module_fails(noise: float) -> None:
-    """Noise past rounding, and a NaN, of one part of one rank."""
+    """Noise beyond rounding, or a NaN, in one part of one rank is a failure."""
     good = {name: {part: Noise(signal=1e4, noise=1.0) for part in ("result", "gradient")} for name in ("bf16", "mxfp8")}
     results = [dataclasses.replace(result, module=good) for result in _results()]
     assert failures(results, GOOD, GOOD, 4, 2) == []
@@ -149,7 +149,7 @@ def test_a_wrong_module_fails(noise: float) -> None:
 
 @pytest.mark.parametrize("payload", ["bf16", "mxfp8"])
 def test_a_row_sent_twice_fails(payload: str) -> None:
-    """The layer's own tables must show the de-duplicated number of rows."""
+    """The layer's own tables must show the deduplicated number of rows."""
     results = _results()
     once = getattr(results[0], payload)
     twice = dataclasses.replace(once, traffic=dataclasses.replace(TRAFFIC[0], network=3))
@@ -158,14 +158,14 @@ def test_a_row_sent_twice_fails(payload: str) -> None:
 
 
 def test_payloads_beside_each_other_counted_by_hand() -> None:
-    """4 rows over NVLink and 2 over the network; 528 of 1024 bytes; noise of a thousandth and of a hundredth."""
+    """4 rows over NVLink and 2 over the network; 528 of 1024 bytes; noise of a thousandth and a hundredth."""
     bf16, mxfp8 = (line.split() for line in payload_table(_results(), GOOD, GOOD).splitlines()[2:4])
     assert bf16 == ["bf16", "1024", "4.0", "2.0", "0.0%", "exact", "20.0"]
     assert mxfp8 == ["mxfp8", "528", "2.1", "1.0", "48.4%", "30.0", "20.0"]
 
 
 def test_picture_has_a_sensible_size(tmp_path: Path) -> None:
-    """The PNG is wider than high for many experts, and not empty."""
+    """Width and height of the PNG exceed 300 pixels."""
     path = tmp_path / "routing.png"
     assert draw_routing(str(path), _results(), 4) is None
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
@@ -174,5 +174,5 @@ def test_picture_has_a_sensible_size(tmp_path: Path) -> None:
 
 
 def test_ranks_follow_the_gpus() -> None:
-    """2 nodes x 2 on the CPU and with at least 4 GPUs; less with fewer."""
+    """2 nodes x 2 ranks on the CPU and with at least 4 GPUs; fewer ranks with fewer GPUs."""
     assert [choose_ranks(n) for n in (0, 1, 2, 3, 4, 8)] == [(4, 2), (1, 1), (2, 1), (2, 1), (4, 2), (4, 2)]

@@ -1,4 +1,4 @@
-"""Starting and ending a job: who meets whom, what is refused, and whose failure the caller gets to see."""
+"""Start and end of a job: which ranks meet, which arguments are refused, and which failure reaches the caller."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "NVSHMEM_")
-NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # the discard service, which nobody runs
+NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # the discard service, where nothing listens
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="starts CPU ranks")
 
 
@@ -59,7 +59,7 @@ def _sum_of_ranks() -> int:
 def _start_twice_and_again(folder: str) -> None:
     seen = []
     for local in (None, 1, 2):
-        time.sleep(0.2 * launched_rank())  # a rank that comes first must not meet what is left of the last time
+        time.sleep(0.2 * launched_rank())  # the first rank must not find remains of the previous job
         rank, world_size = initialize_distributed(local_world_size=local, timeout_s=LIMIT_S, heap_bytes=1 << 20)
         with pytest.raises(ConfigError, match=r"called twice. Call finalize_distributed\(\)"):
             initialize_distributed()
@@ -85,7 +85,7 @@ def _start_twice_and_again(folder: str) -> None:
 
 
 def test_a_job_ends_and_starts_again_in_the_same_processes(tmp_path: Path) -> None:
-    """Three times over one store; ranks per node are those of the host, or as told; ending twice is once."""
+    """Three jobs over one store; ranks per node follow the host or the argument; ending twice equals ending once."""
     run_ranks(_start_twice_and_again, 2, str(tmp_path))
     for rank in range(2):
         expected = [[rank, 2, local, 1, "run_ranks"] for local in (2, 1, 2)]
@@ -108,7 +108,7 @@ def _join_existing_group(folder: str, port: int) -> None:
 
 
 def _use_a_layer_at_once(rank: int) -> None:
-    """After a plain init_process_group: the layer takes sizes from the group, and starts the heap for the world."""
+    """After a plain init_process_group, the layer takes sizes from the group and starts the heap for the world."""
     sizes = {"max_tokens": 4, "hidden": 32, "topk": 1, "num_tot_experts": 4}
     alone = [dist.new_group([member]) for member in range(2)][rank]
     with pytest.raises(ConfigError, match=r"a group of 1 of the 2 ranks.*initialize_distributed\(\) on every rank"):
@@ -135,7 +135,7 @@ def _use_a_layer_at_once(rank: int) -> None:
     [(8, 1, (0, 5, 7), [0, 5, 7]), (1, 1, (0, 3), [0, 0]), (2, 4, (0, 1, 2, 7), [0, 1, 0, 1]), (1, 4, (0, 3), [0, 0])],
 )
 def test_ranks_take_the_gpus_in_turn(monkeypatch, gpus, most, local_ranks, taken) -> None:
-    """One each, the only one that a launcher shows, or as many on each as may share it."""
+    """A GPU per rank, or the only GPU that a launcher shows, or several ranks per GPU up to the limit."""
     monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", str(most))
     found: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -150,7 +150,7 @@ def test_ranks_take_the_gpus_in_turn(monkeypatch, gpus, most, local_ranks, taken
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
-    """Only those on one GPU of one host count, and only beyond what is allowed."""
+    """Ranks on the same GPU of the same host are named, if there are more than the limit."""
     places = [("a", "0"), ("a", "1"), ("b", "0"), ("a", "0")]
     check_sharing(places, 2)
     with pytest.raises(HeapError, match="ranks 0, 3 use the same GPU 0 of a, at most 1 may"):
@@ -158,7 +158,7 @@ def test_ranks_that_share_a_gpu_are_named() -> None:
 
 
 def launched_rank() -> int:
-    """Rank that run_ranks gave this process."""
+    """Rank of this process, from run_ranks."""
     from triton_ep import distributed
 
     assert distributed._spawned is not None
@@ -204,12 +204,12 @@ def _refuse() -> None:
     with pytest.raises(ConfigError, match="rank 5 of 3"):
         initialize_distributed(store=dist.HashStore(), rank=5, world_size=3)
     assert not dist.is_initialized()
-    assert initialize_distributed(timeout_s=LIMIT_S)[1] == 3  # nothing of the attempts is left behind
+    assert initialize_distributed(timeout_s=LIMIT_S)[1] == 3  # failed attempts leave nothing behind
     finalize_distributed()
 
 
 def test_what_cannot_work_is_refused_before_anybody_waits() -> None:
-    """ConfigError, each with what is wrong; the same processes then start well."""
+    """Each invalid call raises ConfigError with the reason; the same processes then start a job."""
     run_ranks(_refuse, 3)
 
 
@@ -236,18 +236,18 @@ def _use_after_the_end(folder: str) -> None:
             lambda: layer.context.local("splits"),  # noqa: B023
             lambda: layer.context.reallocate_dispatch_output_buf(100),  # noqa: B023
         ]
-        if layer is layers[0]:  # static ones have no compact rows
+        if layer is layers[0]:  # static layers have no compact rows
             uses.append(lambda: layer.dispatch_compact(x, idx, torch.ones(4, 1)))  # noqa: B023
         for use in uses:
             with pytest.raises(FinalizedError, match=r"finalize_distributed\(\) was called, which ended this layer"):
                 use()
-        layer.finalize()  # there is nothing left to give back
+        layer.finalize()  # nothing is left to free
         with pytest.raises(FinalizedError, match="This layer was finalized"):
             layer.check()
     for use in (heap.pes, heap.barrier, lambda: heap.require(1), lambda: heap.retire([], "x", [0], wait=True)):
         with pytest.raises(FinalizedError, match="symmetric heap was closed"):
             use()
-    # The process group goes first: told by name, and over all the same.
+    # Destroying the process group first is named as the error, and the job still ends.
     initialize_distributed(timeout_s=60)
     with EPAll2AllLayer(None, 4, 16, 1, rank, world_size, world_size, world_size, num_sm=1) as layer:
         layer.combine(*layer.dispatch(x, idx)[::2])
@@ -265,7 +265,7 @@ def _use_after_the_end(folder: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_nothing_is_used_after_the_end_of_the_job(num_ranks: int, tmp_path: Path) -> None:
-    """FinalizedError from every call of every kind of layer, and of the heap; the group may not go before the heap."""
+    """Every call of every kind of layer, and of the heap, raises FinalizedError; the group must outlive the heap."""
     run_ranks(_use_after_the_end, num_ranks, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == num_ranks
 
@@ -283,12 +283,12 @@ def _make_no_file() -> None:
 
 
 def test_a_rank_that_may_make_no_memory_is_named() -> None:
-    """On all ranks, which can then start again."""
+    """All ranks raise the error, and can then start again."""
     run_ranks(_make_no_file, 2)
 
 
 def test_a_rank_that_goes_while_the_job_joins_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever step of joining it is that torch reports."""
+    """PeerFailed wraps any error that torch reports while ranks join."""
 
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -303,7 +303,7 @@ def _raise_on_rank_1() -> None:
     initialize_distributed()
     if launched_rank() == 1:
         raise ZeroDivisionError("token 7 of rank one")
-    dist.all_reduce(torch.ones(1))  # its peers wait for it, and see it fail
+    dist.all_reduce(torch.ones(1))  # the peers wait here, and see rank 1 fail
 
 
 def _kill_rank_1() -> None:
@@ -332,13 +332,13 @@ def _print_without_flush() -> None:
     ],
 )
 def test_the_failure_of_a_rank_reaches_the_caller(function: Callable[[], None], message: str) -> None:
-    """The cause, not its echo in a peer, with traceback or signal; the other ranks end at once."""
+    """The caller sees the cause, not its echo in a peer, with traceback or signal; the other ranks end at once."""
     with pytest.raises(EPError, match=message):
         run_ranks(function, 3)
 
 
 def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
-    """What ranks print at the very end comes out, though nobody flushes."""
+    """Text that ranks print at the very end appears without a flush."""
     script = tmp_path / "program.py"
     script.write_text(
         "from tests.unit.test_distributed import _print_without_flush\n"
@@ -353,13 +353,13 @@ def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
 
 
 def test_no_rank_is_refused() -> None:
-    """At least one."""
+    """run_ranks refuses fewer than one rank."""
     with pytest.raises(ConfigError, match="num_ranks is 0"):
         run_ranks(_refuse, 0)
 
 
 def test_default_heap_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our variable, NVSHMEM's, or 8 GiB of address space."""
+    """The size comes from this package's variable, from NVSHMEM's, or is 8 GiB of address space."""
     monkeypatch.delenv("TRITON_EP_HEAP_SIZE", raising=False)
     assert default_heap_bytes() == default_heap_bytes("host") == 8 << 30
     monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "3G")
@@ -417,11 +417,11 @@ def _note(temporary: Path, job: str) -> Path:
 
 
 def test_jobs_on_one_host_meet_separately(tmp_path: Path) -> None:
-    """Two mpirun jobs and a bare program at the same time; notes that killed jobs left mislead nobody."""
+    """Two mpirun jobs and a bare program run at the same time; notes of killed jobs do not mislead them."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     _note(tmp_path, "job-a").write_text(f"{dead.pid} 12345 1")
-    _note(tmp_path, "job-b").write_text(f"{os.getpid()} 1 1")  # the number of a process that runs, but another one
+    _note(tmp_path, "job-b").write_text(f"{os.getpid()} 1 1")  # the pid of a running process, but not of that job's
     ranks = [(job, rank) for rank in (1, 0) for job in ("job-a", "job-b")]
     processes = [_process(_open_mpi(job, rank, 2), tmp_path) for job, rank in ranks]
     alone = _process({}, tmp_path)
@@ -434,7 +434,7 @@ def test_jobs_on_one_host_meet_separately(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_where_the_variables_say(tmp_path: Path) -> None:
-    """MASTER_ADDR and MASTER_PORT: rank 0 listens, twice in a row, and nothing is written to files."""
+    """With MASTER_ADDR and MASTER_PORT rank 0 listens, twice in a row, and no files are written."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -459,7 +459,7 @@ def test_ranks_meet_where_the_variables_say(tmp_path: Path) -> None:
 def test_a_job_that_is_not_complete_is_told_in_time(
     variables: dict[str, str], error: type[EPError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within timeout_s, with both numbers; nothing is left behind."""
+    """An incomplete job fails within timeout_s, with the numbers of ranks; nothing is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -470,7 +470,7 @@ def test_a_job_that_is_not_complete_is_told_in_time(
 
 
 def test_a_rank_that_does_not_come_to_a_store() -> None:
-    """The same with an explicit store."""
+    """An explicit store fails in the same way."""
     with pytest.raises(PeerFailed, match="rank 0 of 2 joined, but not all others did within 1 s"):
         initialize_distributed(store=dist.HashStore(), rank=0, world_size=2, timeout_s=1)
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""The pages keep their word: code blocks run, links lead somewhere, tables say what the source says."""
+"""The pages are correct: code blocks run, links resolve, tables agree with the source."""
 
 import ast
 import dataclasses
@@ -22,7 +22,7 @@ def _name(page: Path) -> str:
 
 
 def _blocks(page: Path) -> Iterator[tuple[str, int, str]]:
-    """(info string, line, text) of every fenced block."""
+    """(info string, line, text) of every fenced block of a page."""
     lines = page.read_text().splitlines()
     start = None
     for number, line in enumerate(lines, 1):
@@ -43,7 +43,7 @@ PYTHON = [(page, line, info, text) for page in PAGES for info, line, text in _bl
     [pytest.param(info, text, id=f"{_name(page)}:{line}") for page, line, info, text in PYTHON],
 )
 def test_python_block_runs(info: str, text: str, tmp_path: Path) -> None:
-    """Each ```python block is a program that ends well; one that is not to run says why, and still parses."""
+    """Each ```python block runs without error; a no-run block gives its reason and still parses."""
     if info != "python":
         assert re.fullmatch(r"python no-run \(.{10,}\)", info), "write ```python no-run (the reason)"
         ast.parse(text)
@@ -55,13 +55,13 @@ def test_python_block_runs(info: str, text: str, tmp_path: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Anchors that the headings of a page make."""
+    """Anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _broken_links(page: Path) -> Iterator[str]:
-    """Links of a page to files or headings that are not there; addresses of other sites are not followed."""
+    """Links of a page to missing files or headings; links to other sites are not followed."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"[a-z]+:", target):
             continue
@@ -73,7 +73,7 @@ def _broken_links(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file, and a heading of it."""
+    """Every relative link names an existing file, and an existing heading in it."""
     assert list(_broken_links(page)) == []
 
 
@@ -85,7 +85,7 @@ def test_the_link_check_sees_a_breach(tmp_path: Path) -> None:
 
 
 def test_every_page_is_reached_from_the_index() -> None:
-    """A page that no other page leads to is not read."""
+    """Links from the README lead to every page, directly or through other pages."""
     reached, left = set(), [ROOT / "README.md"]
     while left:
         page = left.pop()
@@ -98,7 +98,7 @@ def test_every_page_is_reached_from_the_index() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_paths_in_pages_exist(page: Path) -> None:
-    """What a page calls a file of this project is one; `<op>` stands for a name."""
+    """Paths of this project named in a page exist; `<op>` stands for a name."""
     folders = r"(?:triton_ep|kernels|aot|tests|docs|examples)"
     named = re.findall(rf"`({folders}/[\w./<>]*)`", page.read_text())
     gone = [path for path in named if "<" not in path and not (ROOT / path).exists()]
@@ -107,7 +107,7 @@ def test_paths_in_pages_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_in_pages_exist(page: Path) -> None:
-    """`make x` is a target, `triton-ep x` a sub-command."""
+    """`make x` in a page is a target, `triton-ep x` a sub-command."""
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"[`\n]make ([a-z-]+)", text)) <= targets
@@ -118,7 +118,7 @@ def test_commands_in_pages_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_no_figure_without_a_row(page: Path) -> None:
-    """Speeds come from docs/benchmarks/results/*.csv; a page may quote what is there, to the digit."""
+    """Speeds come from docs/benchmarks/results/*.csv; pages quote them to the digit."""
     rows = "\n".join(path.read_text() for path in (ROOT / "docs/benchmarks/results").glob("*.csv"))
     figures = re.findall(r"(\d+(?:\.\d+)?) ?(?:GB/s|TB/s|TFLOP/s|us\b|µs)", page.read_text())
     assert [figure for figure in figures if figure not in rows] == []
@@ -140,7 +140,7 @@ def test_config_page_lists_every_field() -> None:
 
 
 def test_layer_page_lists_every_argument() -> None:
-    """docs/reference/layer.md has the arguments of the layer and of dispatch, and fields that there are."""
+    """docs/reference/layer.md has the arguments of the layer and of dispatch, and only existing fields."""
     from triton_ep import EPAll2AllLayer, EPAllToAllLayoutDesc
 
     page = ROOT / "docs/reference/layer.md"
@@ -154,7 +154,7 @@ def test_layer_page_lists_every_argument() -> None:
 
 
 def test_nn_page_lists_every_argument() -> None:
-    """docs/reference/nn.md has the arguments of the modules, and calls that there are."""
+    """docs/reference/nn.md has the arguments of the modules, and only existing calls."""
     from triton_ep.nn import MoE, TopKRouter
 
     page = ROOT / "docs/reference/nn.md"
@@ -166,7 +166,7 @@ def test_nn_page_lists_every_argument() -> None:
 
 
 def test_errors_page_lists_every_error() -> None:
-    """docs/reference/errors.md has every error with its second base class."""
+    """docs/reference/errors.md has every error, with its second base class."""
     from triton_ep import errors
 
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EPError)]
@@ -187,7 +187,7 @@ def test_layer_table_is_the_one_that_is_enforced() -> None:
 
 
 def test_buffer_table_is_that_of_the_source() -> None:
-    """docs/concepts/layout.md has every symmetric buffer: shape, writer, reader, why it is free again."""
+    """docs/concepts/layout.md has every symmetric buffer: shape, writer, reader, and when it may be reused."""
     from triton_ep import EPConfig
     from triton_ep.context.layout import BUFFERS, Sizes
 

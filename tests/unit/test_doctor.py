@@ -1,4 +1,4 @@
-"""`triton-ep doctor`: what it finds here, and how it judges machines that are not here."""
+"""`triton-ep doctor`: its report on this machine, and its verdict on other machines."""
 
 import dataclasses
 import json
@@ -50,13 +50,13 @@ EIGHT_GPUS = dataclasses.replace(
 
 
 def test_cpu_machine_interprets_on_the_host_heap() -> None:
-    """No GPU: CPU ranks over shared memory, kernels in the interpreter, nothing to install."""
+    """Without a GPU: CPU ranks over shared memory, kernels in the interpreter, nothing to install."""
     plan = judge(CPU_ONLY)
     assert (plan.backend, plan.execution, plan.problems, plan.hints) == ("host", "interpreter", [], [])
 
 
 def test_gpu_machine_compiles_over_nvshmem() -> None:
-    """GPUs with all that NVSHMEM needs: compiled kernels, nothing to install."""
+    """GPUs with everything that NVSHMEM needs: compiled kernels, nothing to install."""
     plan = judge(EIGHT_GPUS)
     assert (plan.backend, plan.execution, plan.problems, plan.hints) == ("nvshmem", "JIT for sm_90", [], [])
 
@@ -69,7 +69,7 @@ def test_gpu_machine_compiles_over_nvshmem() -> None:
     ],
 )
 def test_gpus_without_nvshmem4py_take_the_memory_of_torch(cuda: str, command: str) -> None:
-    """One host needs torch alone; what several hosts need is a hint."""
+    """One host needs only torch; the packages for several hosts are a hint."""
     plan = judge(dataclasses.replace(EIGHT_GPUS, nvshmem4py=None, nvshmem=None, cuda=cuda))
     assert (plan.backend, plan.problems) == ("torch", [])
     assert [command in hint for hint in plan.hints] == [True]
@@ -94,7 +94,7 @@ def test_gpus_without_nvshmem4py_take_the_memory_of_torch(cuda: str, command: st
     ],
 )
 def test_each_lack_is_one_problem_with_its_remedy(base: Machine, change: dict[str, Any], command: str) -> None:
-    """Whatever one thing is missing or too old, the page says exactly what to do about it."""
+    """For each single missing or outdated part the page names exactly one remedy."""
     plan = judge(dataclasses.replace(base, **change))
     assert [problem.remedy for problem in plan.problems] == [command]
 
@@ -110,14 +110,14 @@ def test_each_lack_is_one_problem_with_its_remedy(base: Machine, change: dict[st
     ],
 )
 def test_what_stops_nothing_is_a_hint(base: Machine, change: dict[str, Any], part: str) -> None:
-    """A remark does not make the exit code 1."""
+    """Hints do not make the exit code 1."""
     plan = judge(dataclasses.replace(base, **change))
     assert plan.problems == []
     assert [part in hint for hint in plan.hints] == [True]
 
 
 def test_interpreting_on_gpus_needs_no_nvshmem() -> None:
-    """TRITON_INTERPRET=1 on a machine with GPUs makes it a CPU machine."""
+    """TRITON_INTERPRET=1 makes a machine with GPUs a CPU machine."""
     plan = judge(dataclasses.replace(EIGHT_GPUS, interpret=True, nvshmem4py=None))
     assert (plan.backend, plan.execution, plan.problems) == ("host", "interpreter", [])
 
@@ -129,7 +129,7 @@ def test_versions_are_compared_as_numbers() -> None:
 
 
 def test_requirements_are_those_of_the_extras() -> None:
-    """The command that doctor gives installs what `pip install triton-ep[cu13]` would."""
+    """The command that doctor prints installs the requirements of the extra, as `pip install triton-ep[cu13]` does."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert {major: list(needs) for major, needs in NVSHMEM_REQUIREMENTS.items()} == {
@@ -142,7 +142,7 @@ def test_requirements_are_those_of_the_extras() -> None:
 
 
 def test_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the tests run, triton_ep can run; the page and the JSON say so alike."""
+    """triton_ep can run on the tests' machine; page and JSON agree on that."""
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
     assert page.rstrip().endswith("triton_ep can run here. Next: triton-ep demo")
@@ -170,7 +170,7 @@ def test_exit_code_is_1_where_something_is_missing(
 
 
 def test_the_full_page_is_for_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network, memory, variables that bear on a run and no secrets, packages, sources; in the JSON too."""
+    """The full page has network, memory, relevant variables without secrets, packages, sources; the JSON too."""
     monkeypatch.setenv("NVSHMEM_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("HOME_MADE", "no")
@@ -188,7 +188,7 @@ def test_the_full_page_is_for_a_report(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_the_full_page_names_the_adapters(tmp_path: Path) -> None:
-    """Ports with link, rate and state; interfaces with state and, where the kernel tells it, speed."""
+    """Ports have link, rate and state; interfaces have state and, if the kernel reports it, speed."""
     port = tmp_path / "infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
     for name, text in {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE"}.items():
@@ -203,7 +203,7 @@ def test_the_full_page_names_the_adapters(tmp_path: Path) -> None:
 
 
 def test_doctor_runs_as_a_program() -> None:
-    """`python -m triton_ep.cli doctor` is the same command; wrong usage is told apart from a bad machine."""
+    """`python -m triton_ep.cli doctor` is the same command; wrong usage has an exit code of its own."""
     command = ["-m", "triton_ep.cli"]
     done = run_program([*command, "doctor"])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -213,7 +213,7 @@ def test_doctor_runs_as_a_program() -> None:
 
 
 def test_doctor_works_where_nothing_is_installed() -> None:
-    """Without torch, Triton and numpy the page still comes, and tells what to install."""
+    """Without torch, Triton and numpy the page still appears, and says what to install."""
     code = """if True:
         import sys
         from importlib import metadata
@@ -240,7 +240,7 @@ def test_doctor_works_where_nothing_is_installed() -> None:
 def test_a_malformed_variable_is_a_problem_of_the_page(
     variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page and the JSON come all the same, with every variable that cannot be read among the problems."""
+    """Page and JSON still appear, with every malformed variable among the problems."""
     name, _, value = variable.partition("=")
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", "0")
