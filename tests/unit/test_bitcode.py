@@ -204,8 +204,8 @@ def _called(text: str, symbols: Iterable[str]) -> set[str]:
 
 
 def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
-    """Keeps the functions that kernels call, their callees, and nothing else: 32 kB of 30 MB in NVSHMEM 3.4.5; 1.8 MB of
-    54 in 3.8, whose put holds code for three transports. NVSHMEM's constants stay, and stay in use."""
+    """Keeps the functions that kernels call, their callees, and nothing else: 32 kB of 30 MB in NVSHMEM 3.4.5; 1.8 MB
+    of 54 in 3.8, whose put holds code for three transports. NVSHMEM's constants stay, and stay in use."""
     text = pruned.read_text()
     defined = set(re.findall(r"^define [^@]*@([\w$.]+)\(", text, re.MULTILINE))
     assert set(NVSHMEM_SYMBOLS) <= defined == _called(text, NVSHMEM_SYMBOLS)

@@ -1,4 +1,4 @@
-"""What the environment says of this process: which launcher, which rank, which sizes."""
+"""The environment of a process: launcher, rank, sizes."""
 
 import os
 
@@ -70,12 +70,12 @@ def _place(environment: Environment) -> tuple[object, ...]:
     ],
 )
 def test_the_innermost_launcher_places_the_process(variables: dict[str, str], place: tuple[object, ...]) -> None:
-    """Every launcher by its own variables, also where one has started another."""
+    """Every launcher is recognised by its own variables, even if another launcher started it."""
     assert _place(read_environment(variables)) == place
 
 
 def test_ranks_of_a_job_share_its_name_and_other_jobs_have_another() -> None:
-    """The name under which ranks of one host meet: equal on all ranks, different between jobs and job steps."""
+    """The name under which ranks of a host meet is equal on all ranks and differs between jobs and job steps."""
 
     def job(variables: dict[str, str], **change: str) -> str | None:
         return read_environment({**variables, **change}).job
@@ -89,7 +89,7 @@ def test_ranks_of_a_job_share_its_name_and_other_jobs_have_another() -> None:
 
 
 def test_where_to_meet_is_read() -> None:
-    """torchrun has somebody listening; by hand, rank 0 has to listen."""
+    """Under torchrun an agent listens; with variables set by hand, rank 0 has to listen."""
     environment = read_environment(TORCHRUN)
     assert (environment.master_addr, environment.master_port, environment.agent_listens) == ("first-node", 29500, True)
     assert not read_environment(BY_HAND).agent_listens
@@ -101,12 +101,12 @@ def test_where_to_meet_is_read() -> None:
     [("4096", 4096), ("2G", 2 << 30), ("1.5g", 3 << 29), ("512 MiB", 1 << 29), ("3KB", 3072), (" 1t ", 1 << 40)],
 )
 def test_sizes(text: str, size: int) -> None:
-    """Powers of 1024, upper or lower case, with or without B."""
+    """Units are powers of 1024, in upper or lower case, with or without B."""
     assert parse_bytes("X", text) == size
 
 
 def test_heap_size_is_our_variable_then_that_of_nvshmem() -> None:
-    """An empty variable is none; NVSHMEM's own are reported by name."""
+    """An empty variable counts as unset; NVSHMEM's own variables are reported by name."""
     nvshmem = {"NVSHMEM_SYMMETRIC_SIZE": "3G", "NVSHMEM_DEBUG": "INFO"}
     assert read_environment(nvshmem).heap_bytes == 3 << 30
     assert read_environment({**nvshmem, "TRITON_EP_HEAP_SIZE": "1G"}).heap_bytes == 1 << 30
@@ -119,14 +119,14 @@ def test_heap_size_is_our_variable_then_that_of_nvshmem() -> None:
 
 
 def test_a_gpu_takes_one_rank_unless_told() -> None:
-    """An empty variable says nothing."""
+    """An empty variable counts as unset."""
     found = [read_environment({"TRITON_EP_RANKS_PER_GPU": text}).ranks_per_gpu for text in ("", "1", "4")]
     assert [read_environment({}).ranks_per_gpu, *found] == [1, 1, 1, 4]
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("0", False), ("no", False), ("", None)])
 def test_interpreter_switch(text: str, value: bool | None) -> None:
-    """The words that Triton takes for yes and no."""
+    """The switch accepts the words that Triton accepts."""
     assert read_environment({"TRITON_INTERPRET": text}).triton_interpret is value
 
 
@@ -150,13 +150,13 @@ def test_interpreter_switch(text: str, value: bool | None) -> None:
     ],
 )
 def test_bad_value_names_its_variable(variables: dict[str, str], message: str) -> None:
-    """The error says which variable, and what it holds."""
+    """The error names the variable and its value."""
     with pytest.raises(ConfigError, match=message):
         read_environment(variables)
 
 
 def test_defaults_do_not_replace_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's variable that is set stays; one that is not gets the default, here and in the next reading."""
+    """A set variable of a library stays; an unset one gets the default, also in the next reading."""
     monkeypatch.setenv("NVSHMEM_DEBUG", "INFO")
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "")
     monkeypatch.delenv("NVSHMEM_REMOTE_TRANSPORT")

@@ -1,4 +1,4 @@
-"""What an arena promises: pieces that nobody else has, inside one range, and all of it back in the end."""
+"""Guarantees of an arena: pieces are disjoint, each lies inside one range, and all bytes return in the end."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from triton_ep.errors import HeapError
 from triton_ep.heap.allocator import Arena
 
 ALIGN = 16
-# ("take", bytes), ("give", which of the pieces that are out), ("extend", bytes)
+# ("take", bytes), ("give", index of a taken piece), ("extend", bytes)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 200)),
@@ -22,7 +22,7 @@ STEPS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(size=st.integers(0, 500), steps=STEPS)
 def test_pieces_are_apart_and_come_back(size: int, steps: list[tuple[str, int]]) -> None:
-    """No two pieces share a byte, none crosses from one range into the next, all free bytes are found again."""
+    """No two pieces share a byte, no piece crosses two ranges, and all freed bytes can be taken again."""
     arena = Arena(size, ALIGN)
     ranges = [(0, size - size % ALIGN)]
     out: dict[int, int] = {}
@@ -58,7 +58,7 @@ def test_pieces_are_apart_and_come_back(size: int, steps: list[tuple[str, int]])
 
 
 def test_what_was_not_taken_is_not_given_back() -> None:
-    """Twice, with another size, or from the middle of a piece: an error, and the arena is as it was."""
+    """Freeing twice, with another size, or from the middle of a piece is an error that leaves the arena unchanged."""
     arena = Arena(10 * ALIGN, ALIGN)
     offset = arena.take(3 * ALIGN)
     assert offset is not None
@@ -72,14 +72,14 @@ def test_what_was_not_taken_is_not_given_back() -> None:
 
 
 def test_a_range_of_an_owner_is_for_no_other() -> None:
-    """Whoever names the owner has both ranges; all others, who may be another owner, the range of everybody."""
+    """A caller that names the owner may use both ranges; all others, even other owners, only the common range."""
     arena = Arena(32, ALIGN)
     start = arena.extend(64, "ours")
     assert arena.largest_free() == arena.largest_free("theirs") == 32
     assert arena.largest_free("ours") == 64
     assert arena.take(48) is None and arena.take(48, "theirs") is None
     assert arena.take(48, "ours") == start
-    assert arena.take(32, "ours") == 0  # what is everybody's comes first
+    assert arena.take(32, "ours") == 0  # the range without an owner comes first
     assert arena.take(ALIGN) is None
     arena.give(start, 48)
     assert arena.take(64, "ours") == start

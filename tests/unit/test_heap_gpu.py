@@ -1,4 +1,4 @@
-"""Chunks of the heaps of GPUs: places in the arenas of several ranks, and torch's memory on GPUs themselves."""
+"""Chunks of GPU heaps: places in the arenas of several ranks, and torch's symmetric memory on GPUs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CASE = Case("heap", hidden=32)
 
 
 def test_a_place_is_found_by_the_arena_of_its_rank() -> None:
-    """The same chunk may start elsewhere in the arena of every rank, and other ranks have nothing of it."""
+    """A chunk may start at a different place in the arena of every member; other ranks have no part of it."""
     chunk = Chunk(torch.empty(64, dtype=torch.uint8), {0: (0, 1000), 2: (128, 5000)})
     assert [chunk.offset(0, offset) for offset in (0, 63, 64, 128)] == [0, 63, None, None]
     assert [chunk.offset(2, offset) for offset in (0, 127, 128, 191, 192)] == [None, None, 0, 63, None]
@@ -22,7 +22,7 @@ def test_a_place_is_found_by_the_arena_of_its_rank() -> None:
 
 
 def _store_to_next(memory: Any, members: list[int], rank: int) -> None:
-    """Every member writes its rank into the copy of the next one, by the address that it has of it."""
+    """Every member writes its rank into the next member's memory, through its own address table."""
     heap = current_heap()
     from triton_ep.heap.nvshmem import _as_tensor
 
@@ -38,16 +38,16 @@ def _grow_apart(rank: int, nodes: int, ranks_per_node: int) -> None:
     groups = [dist.new_group(pair) for pair in pairs]
     mine, group = pairs[rank // 2], groups[rank // 2]
     nbytes = heap.available() + CHUNK_STEP
-    if rank < 2:  # the ranks of the other groups go on to the next line
+    if rank < 2:  # the ranks of the other groups skip this
         large = heap.alloc((nbytes,), torch.uint8, group)
         assert not large.local.any()
         heap.barrier(group)
         _store_to_next(large, mine, rank)
         heap.barrier(group)
         assert (large.local == mine[1 - rank % 2] + 1).all()
-    assert heap.available() < nbytes  # the world has nothing of it
+    assert heap.available() < nbytes  # the world cannot use that chunk
     everywhere = list(range(nodes * ranks_per_node))
-    common = heap.alloc((heap.available() + 1,), torch.uint8)  # makes a chunk of all, at other places of the arenas
+    common = heap.alloc((heap.available() + 1,), torch.uint8)  # adds a chunk, at places that differ between arenas
     _store_to_next(common, everywhere, rank)
     heap.barrier()
     assert (common.local == (rank - 1) % len(everywhere) + 1).all()
@@ -64,7 +64,7 @@ def _grow_apart(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_a_sub_group_grows_without_the_others(run_ranks, backend, nodes, ranks_per_node):
-    """And whatever all ranks allocate after that finds its places on each of them."""
+    """Later allocations of all ranks then have valid places on each rank."""
     if backend != "torch":
         pytest.skip("sub-groups grow in the memory of torch: --backend torch")
     run_ranks(_grow_apart, nodes, ranks_per_node)
@@ -75,7 +75,7 @@ def _beside_other_memory(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     heap = current_heap()
     works = workloads(CASE, nodes * ranks_per_node, 0)
-    work, most = works[rank], max(work.x.shape[0] for work in works)  # torch wants as much of every rank
+    work, most = works[rank], max(work.x.shape[0] for work in works)  # torch requires equal sizes on all ranks
     rows = symmetric.empty((most, work.x.shape[1]), dtype=work.x.dtype, device=heap.device)
     handle = symmetric.rendezvous(rows, dist.group.WORLD)
     x = rows[: work.x.shape[0]]
@@ -92,7 +92,7 @@ def _beside_other_memory(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_memory_that_the_program_took_from_torch_is_an_input_like_any_other(run_ranks, backend, nodes, ranks_per_node):
-    """Both heaps of GPUs leave torch's symmetric memory to the program."""
+    """Both GPU heaps coexist with symmetric memory that the program takes from torch."""
     if backend == "host":
         pytest.skip("torch's symmetric memory is on GPUs")
     run_ranks(_beside_other_memory, nodes, ranks_per_node)

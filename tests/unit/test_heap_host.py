@@ -1,4 +1,4 @@
-"""Symmetric memory of CPU ranks: who sees which bytes through which address, and what is left when ranks go."""
+"""Symmetric memory of CPU ranks: which bytes each address shows, and what remains after ranks end or die."""
 
 import ctypes
 import os
@@ -47,19 +47,19 @@ def _pattern(rank: int, count: int) -> list[int]:
 
 
 def _check_seen_by_all(tensor: SymmTensor, members: list[int], group: Any) -> None:
-    """Every member fills its copy, and reads all copies through its own addresses."""
+    """Every member fills its memory, and reads all members' memory through its own addresses."""
     heap, count = _heap(), tensor.local.numel()
     assert tensor.local.count_nonzero() == 0
     assert tensor.local.data_ptr() == tensor.addrs[members.index(heap.rank)]
     assert torch.equal(tensor.net_addrs, tensor.addrs)
     assert all(address % 256 == 0 for address in tensor.addrs.tolist())
-    heap.barrier(group)  # all have looked for zeros
+    heap.barrier(group)  # all ranks have checked for zeros
     tensor.local.copy_(torch.tensor(_pattern(heap.rank, count)).view_as(tensor.local))
     heap.barrier(group)
     for member, address in zip(members, tensor.addrs.tolist(), strict=True):
         assert _words_at(address, count) == _pattern(member, count)
     heap.barrier(group)
-    # And stores arrive: each member writes one word into the copy of the next.
+    # Stores arrive as well: each member writes one word into the next member's memory.
     place = members.index(heap.rank)
     ctypes.c_int64.from_address(int(tensor.addrs[(place + 1) % len(members)])).value = -heap.rank - 1
     heap.barrier(group)
@@ -85,7 +85,7 @@ def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4)])
 def test_every_rank_sees_every_copy(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """What a rank writes is what peers read at its address, and the other way round; shapes of any rank and size."""
+    """Peers read a rank's words at its address, and it reads theirs, for tensors of any rank and size."""
     run_ranks(_share, nodes, ranks_per_node)
 
 
@@ -94,7 +94,7 @@ def _share_in_groups(rank: int, nodes: int, ranks_per_node: int) -> list[int]:
     halves = [[0, 1], [3, 2]]
     groups = [dist.new_group(members) for members in halves]
     mine = rank // 2
-    # Not in step: one half makes one small tensor, the other three large ones, and nobody waits for the others.
+    # Not in step: one half allocates one small tensor, the other three large ones, and neither waits for the other.
     own = [heap.alloc([10 + 10_000 * mine], torch.int64, groups[mine]) for _ in range(1 + 2 * mine)]
     members = dist.get_process_group_ranks(groups[mine])
     assert heap.pes(groups[mine]).tolist() == members
@@ -115,7 +115,7 @@ def _share_in_groups(rank: int, nodes: int, ranks_per_node: int) -> list[int]:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4)])
 def test_disjoint_groups_allocate_at_the_same_time(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """Offsets differ between ranks then, and addresses still lead to the right copies."""
+    """Offsets then differ between ranks, and addresses still lead to the right memory."""
     offsets = run_ranks(_share_in_groups, nodes, ranks_per_node)
     assert offsets[0] == offsets[1] < offsets[2] == offsets[3]
 
@@ -142,7 +142,7 @@ def _reuse(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_freed_memory_goes_back_and_comes_again_as_zeros(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """To the system when it is freed, though peers still map it; an error if it is freed twice."""
+    """A free returns memory to the system although peers map it; freeing twice is an error."""
     run_ranks(_reuse, nodes, ranks_per_node)
 
 
@@ -165,7 +165,7 @@ def _exhaust(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
     heap.free(small)
     if half is not None:
         heap.free(half)
-    fits = heap.alloc([free // 4 * 3], torch.uint8)  # what failed was given back
+    fits = heap.alloc([free // 4 * 3], torch.uint8)  # failed allocations were rolled back
     heap.free(fits)
     dist.destroy_process_group(alone)
     return [*messages, str(free)]
@@ -173,7 +173,7 @@ def _exhaust(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_no_room_on_one_rank_is_an_error_on_all(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """The message names the rank, both numbers and the remedy; so do different sizes; the heap works afterwards."""
+    """Names rank, both sizes and remedy; different sizes on ranks are named, too; the heap works afterwards."""
     (partly, nowhere, uneven, free), other = run_ranks(_exhaust, nodes, ranks_per_node)
     assert other == [partly, nowhere, uneven, free]
     asked = int(free) // 4 * 3
@@ -194,7 +194,7 @@ def _fail(rank: int, nodes: int, ranks_per_node: int) -> None:
     heap.barrier()
     if rank == 1:
         heap.abort("token 7 goes to expert 99: " + "é" * 2000)
-        dist.barrier()  # the others learn of it while this process lives
+        dist.barrier()  # the others see the failure while this process lives
         raise ValueError("the cause")
     deadline = time.monotonic() + LIMIT_S
     while heap.failed_peer() is None and time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def _fail(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_a_rank_that_aborts_is_heard(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """Waiting peers raise PeerFailed with its reason, and can close."""
+    """Waiting peers raise PeerFailed with the rank's reason, and can close the heap."""
     result, error = run_ranks(_fail, nodes, ranks_per_node, return_exceptions=True)
     assert result is None
     assert isinstance(error, ValueError)
@@ -231,20 +231,20 @@ def _die(rank: int, nodes: int, ranks_per_node: int) -> float:
         heap.alloc([1], torch.int64)
     assert heap.failed_peer() == 1
     started = time.monotonic()
-    heap.check_peers()  # a grace: it may have sent what this rank waits for
+    heap.check_peers()  # grace period: rank 1 may have sent the awaited data before it died
     with pytest.raises(PeerFailed, match="the process of rank 1 ended while rank 0 waited"):
         _wait_as_a_kernel(heap)
     waited = time.monotonic() - started
     with pytest.raises(PeerFailed, match="rank 0 ended a layer and waited for rank 1 to end it, too: rank 1 has ended"):
         heap.retire([quiet], "quiet", [0, 1], wait=True)
     heap.retire([failed], "failed", [0, 1], wait=False)
-    assert heap.available() == free  # a process that has ended stores nothing any more
+    assert heap.available() == free  # an ended process can no longer store
     return waited
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_a_rank_that_dies_is_named(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """By collectives on the host at once, by waiting kernels after a second; nobody waits for it to end a layer."""
+    """Host collectives name it at once, waiting kernels after a second; no rank waits for it to end a layer."""
     waited, _ = run_ranks(_die, nodes, ranks_per_node, return_exceptions=True)
     assert isinstance(waited, float), waited
     assert waited > 0.9
@@ -256,15 +256,15 @@ def _retire(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
     if rank == 0:
         heap.retire([first], "a", [0, 1], wait=False)
         assert heap.available() < free
-        first.local.fill_(7)  # still this rank's, and read by the other
+        first.local.fill_(7)  # still valid on this rank, and read by the other
         Path(folder, "retired").touch()
     else:
         while not Path(folder, "retired").exists():
             time.sleep(0.005)
         assert _words_at(int(first.addrs[0]), 1000) == [7] * 1000
-        heap.retire([first], "a", [0, 1], wait=True)  # which does not wait: rank 0 has said it long ago
+        heap.retire([first], "a", [0, 1], wait=True)  # returns at once: rank 0 has retired it long ago
     heap.retire([second], "b", [1, 0], wait=True)
-    third = heap.alloc([2000], torch.int64, layer="c")  # and what was retired without waiting comes back
+    third = heap.alloc([2000], torch.int64, layer="c")  # and the tensor retired without waiting is free again
     assert third.offset == first.offset and third.local.count_nonzero() == 0
     heap.free(third)
     assert heap.available() == free and not heap._retired
@@ -272,7 +272,7 @@ def _retire(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_memory_of_a_layer_comes_back_when_all_have_ended_it(run_ranks: Run, nodes, ranks_per_node, tmp_path) -> None:
-    """Not before, though nobody meets; it then holds zeros, and nothing is left to be asked about."""
+    """Not earlier, although ranks do not meet; the memory is then zeroed, and no pending retirement remains."""
     run_ranks(_retire, nodes, ranks_per_node, str(tmp_path))
 
 
@@ -283,7 +283,7 @@ def _close(rank: int, nodes: int, ranks_per_node: int) -> None:
     heap.barrier()
     finalize_distributed()
     heap.close()  # idempotent
-    assert tensor.local.count_nonzero() == 0  # its memory is gone, its address is not
+    assert tensor.local.count_nonzero() == 0  # its memory is freed, but the address stays mapped
     for use in (
         lambda: heap.alloc([1], torch.int8),
         lambda: heap.free(tensor),
@@ -298,13 +298,13 @@ def _close(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_a_closed_heap_refuses(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """FinalizedError from every use; closing again does nothing."""
+    """Every use raises FinalizedError; closing again does nothing."""
     with pytest.raises(KeyError, match="fresh ranks"):
         run_ranks(_close, nodes, ranks_per_node)
 
 
 def test_nothing_is_left_of_a_killed_job(tmp_path: Path) -> None:
-    """kill -9 of the program: its ranks end, and their memory had no name by which it could have stayed."""
+    """After kill -9 of the program its ranks end; their memory has no name under which it could persist."""
     script = tmp_path / "job.py"
     script.write_text(
         "import os, time\n"

@@ -1,4 +1,4 @@
-"""Words that a kernel tells the host, as the host waits for them."""
+"""Words that a kernel publishes to the waiting host."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def _told(number: int, words: list[int]) -> torch.Tensor:
 
 
 def test_words_are_those_of_the_read_that_began_last() -> None:
-    """Negative ones, too; those of the read before are not taken for them."""
+    """Words may be negative; words of an earlier read are not accepted."""
     read = HostRead(3, 0.05, CPU)
     for words in ([1, -2, 0], [2**31 - 1, -(2**31), 1]):
         number = read.begin()
@@ -28,7 +28,7 @@ def test_words_are_those_of_the_read_that_began_last() -> None:
 
 @pytest.mark.parametrize("late", range(4))
 def test_a_word_that_comes_late_is_waited_for(late: int) -> None:
-    """Whichever it is, the last one included."""
+    """The read waits for a late word, whichever it is."""
     read = HostRead(4, 30.0, CPU)
     read.memory.copy_(_told(read.begin(), [9, 9, 9, 9]))
     told = _told(read.begin(), [1, 2, 3, 4])
@@ -43,7 +43,7 @@ def test_a_word_that_comes_late_is_waited_for(late: int) -> None:
 
 
 def test_numbers_begin_anew_before_they_are_too_large() -> None:
-    """They are positive numbers of 31 bits."""
+    """Numbers of reads are positive, have 31 bits, and wrap around to 1."""
     read = HostRead(1, 0.0, CPU)
     read._number = 2**31 - 2
     assert [read.begin(), read.begin(), read.begin()] == [2**31 - 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Who may import whom: the contracts of pyproject.toml (import-linter), and who reads the environment."""
+"""Import contracts of pyproject.toml (import-linter), and which modules read the environment."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (("triton_ep", "triton_ep"), ("kernels", "triton_ep.kernels"), ("aot", "triton_ep.aot"))
 """Folder of the checkout, and the package that it is installed as."""
 READERS_OF_ENVIRONMENT = {"triton_ep.runtime.environment"}
-# These may set TRITON_INTERPRET, which Triton itself reads when it is imported.
+# These may set TRITON_INTERPRET, which Triton reads at import.
 SETTERS_OF_INTERPRET = ("triton_ep.runtime.launch", "triton_ep.runtime.interpreter", "triton_ep.aot")
 
 
@@ -38,7 +38,7 @@ MODULES = _modules()
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder with the package as it is installed: import-linter looks for modules below it, and nowhere else."""
+    """A folder with the package as installed: import-linter looks for modules only inside it."""
     for folder, package in FOLDERS:
         target = tmp_path.joinpath(*package.split("."))
         shutil.copytree(ROOT / folder, target, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
@@ -59,7 +59,7 @@ needs_linter = pytest.mark.skipif(
 
 @needs_linter
 def test_imports_keep_the_contracts(installed: Path) -> None:
-    """Layers that every module has a place in, no circles, and who may name kernels, the heap and NVSHMEM."""
+    """Every module has a layer, there are no cycles, and kernels, heap and NVSHMEM have limited importers."""
     done = _lint(installed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 broken" in done.stdout
@@ -86,7 +86,7 @@ BREACHES = {
 
 @needs_linter
 def test_the_contracts_see_a_breach(installed: Path) -> None:
-    """Each of these is named; a package that is new has no layer yet."""
+    """Each breach is named, and so is a new package without a layer."""
     for name, source in BREACHES.items():
         installed.joinpath(*name.split(".")).with_suffix(".py").write_text(source)
     (installed / "triton_ep/newcomer").mkdir()
@@ -99,7 +99,7 @@ def test_the_contracts_see_a_breach(installed: Path) -> None:
 
 
 def _environment_uses(path: Path) -> Iterator[tuple[ast.AST, int]]:
-    """`os.environ`, `os.getenv` and kin, by attribute or by imported name."""
+    """Uses of `os.environ`, `os.getenv` and the like, by attribute or by imported name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
             yield node, node.lineno
@@ -119,7 +119,7 @@ def _is_interpret_switch(path: Path, line: int) -> bool:
 
 
 def test_environment_is_read_in_one_place() -> None:
-    """Only triton_ep.runtime.environment reads the environment; TRITON_INTERPRET is set where it must be."""
+    """Only triton_ep.runtime.environment reads the environment; a few modules may set TRITON_INTERPRET."""
     elsewhere = []
     for name, path in MODULES.items():
         if name in READERS_OF_ENVIRONMENT:
@@ -140,21 +140,21 @@ def test_the_environment_check_sees_a_breach(tmp_path: Path) -> None:
 
 
 def _last_line(code: str) -> str:
-    """What a program started in the checkout says last; it has torch, but neither Triton nor the package."""
+    """Last line of output of a program started in the checkout; it has loaded torch, but not Triton or the package."""
     done = run_program(["-c", code])
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
 def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
-    """`import triton_ep`, and its errors, work where neither torch nor Triton is installed."""
+    """`import triton_ep`, and its errors, work without torch and Triton."""
     code = "import sys, triton_ep; triton_ep.EPError; print({'torch', 'triton', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_public_names_are_there() -> None:
-    """Every name of `triton_ep.__all__` loads, and what the type checker sees is what there is."""
+    """Every name of `triton_ep.__all__` loads, and the type checker sees the same names."""
     code = "import triton_ep as t; print(all(getattr(t, name).__name__ == name for name in t.__all__))"
     assert _last_line(code) == "True"
     tree = ast.parse((ROOT / "triton_ep/__init__.py").read_text())
@@ -183,12 +183,12 @@ def test_public_names_are_there() -> None:
     ],
 )
 def test_any_module_may_be_imported_first(module: str) -> None:
-    """Whichever comes first, kernels are set to be interpreted or compiled before Triton is imported."""
+    """Whichever module comes first, the choice to interpret or compile kernels precedes the import of Triton."""
     assert _last_line(f"import sys; assert 'triton' not in sys.modules; import triton_ep.{module}; print('ok')") == "ok"
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    """The lazy loader does not turn a typing error into something else."""
+    """The lazy loader keeps AttributeError for a mistyped name."""
     import triton_ep
 
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -196,7 +196,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_kernels_refuse_to_be_a_top_level_package() -> None:
-    """`import kernels` from the checkout's root says what to write instead of loading a second copy."""
+    """`import kernels` from the checkout's root fails and names the right import, rather than load a second copy."""
     done = subprocess.run(
         [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )

@@ -1,4 +1,4 @@
-"""Chaos mode finds what a CPU forgives, and lets correct kernels pass."""
+"""Chaos mode finds errors that a CPU hides, and lets correct kernels pass."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def heap() -> Iterator[torch.Tensor]:
 
 
 def _ping_pong(cases: list[tuple[str, int | None]], rounds: int) -> list[list[int]]:
-    """Run cases in two fresh processes; what each rank counted, per case."""
+    """Run cases in two fresh processes; returns each rank's count of wrong words per case."""
     fd = os.memfd_create("ping_pong")
     os.ftruncate(fd, len(cases) * ping_pong.PAGE)
     ranks = [
@@ -92,7 +92,7 @@ def test_two_processes_under_ten_seeds() -> None:
 
 @pytest.fixture
 def visible_at_pause(heap: torch.Tensor) -> Iterator[list[list[int]]]:
-    """What a peer would see of the heap at every pause of a kernel, read past the interpreter."""
+    """Contents of the heap that a peer would see at every pause of a kernel, read past the interpreter."""
     seen: list[list[int]] = []
     spin.call_on_pause(lambda: seen.append(heap.tolist()))
     yield seen
@@ -124,7 +124,7 @@ def test_what_makes_a_store_visible(
     last_arriver: bool,
     visible: bool,
 ) -> None:
-    """A system-scope release after a barrier; or a GPU-scope one, then a system-scope one by anybody."""
+    """A system-scope release after a barrier; or a GPU-scope release, then a system-scope one by any program."""
     flags = torch.zeros(2, dtype=torch.int32)
     for seed in (None, *range(3)):
         heap.zero_()
@@ -137,15 +137,15 @@ def test_what_makes_a_store_visible(
         )
         stored = list(range(1, programs * BLOCK + 1))
         other = [0] * (heap.numel() - len(stored))
-        # The last arriver's own stores are ordered by its own system-scope release, whatever came before.
+        # The last arriver's own system-scope release covers its own stores, whatever came before.
         mine = BLOCK if last_arriver and not visible else 0
         expected_now = len(stored) if visible or seed is None else mine
         assert sum(word != 0 for word in visible_at_pause[-1]) == expected_now
-        assert heap.tolist() == stored + other  # when the kernel has ended
+        assert heap.tolist() == stored + other  # after the kernel has ended
 
 
 def test_a_release_covers_its_own_program_only(heap: torch.Tensor, visible_at_pause: list[list[int]]) -> None:
-    """Program 0 releases, the other three do not: their parts stay hidden, in whatever order they ran."""
+    """Program 0 releases, the other three do not: their stores stay hidden, in whatever order they ran."""
     flag = torch.zeros(1, dtype=torch.int32)
     for seed in SEEDS:
         heap.zero_()
@@ -156,7 +156,7 @@ def test_a_release_covers_its_own_program_only(heap: torch.Tensor, visible_at_pa
 
 
 def test_memory_outside_heaps_is_written_at_once(visible_at_pause: list[list[int]], heap: torch.Tensor) -> None:
-    """Only registered ranges are held back; an unregistered one no longer is."""
+    """Stores are held back only in registered ranges, and no longer after a range is unregistered."""
     interpreter.set_chaos(0)
     interpreter.unregister_heap(heap.data_ptr())
     flags = torch.zeros(2, dtype=torch.int32)
@@ -184,7 +184,7 @@ def test_a_process_sees_its_own_stores(heap: torch.Tensor) -> None:
 
 
 def test_masked_lanes_hold_garbage() -> None:
-    """Where a kernel asked for nothing it must not find a convenient zero; `other` is honoured."""
+    """Masked lanes must not be conveniently zero; `other` is honoured."""
     for dtype, garbage in ((torch.int32, 0x7F7F7F7F), (torch.int64, 0x7F7F7F7F7F7F7F7F), (torch.uint8, 0x7F)):
         x = torch.arange(16).to(dtype)
         out = torch.zeros(32, dtype=dtype)
@@ -206,7 +206,7 @@ def _order(grid: tuple[int, int, int]) -> list[int]:
 
 
 def test_programs_run_once_each_in_an_order_of_the_seed() -> None:
-    """Same seed, same order; another seed or the next launch, another order; off, the usual order."""
+    """The same seed gives the same order; another seed or the next launch, another; without chaos, the usual order."""
     grid = (4, 3, 2)
     usual = list(range(24))
     assert _order(grid) == usual
@@ -222,7 +222,7 @@ def test_programs_run_once_each_in_an_order_of_the_seed() -> None:
 
 
 def test_a_kernel_that_fails_leaves_nothing_back(heap: torch.Tensor) -> None:
-    """The stores of a broken launch are made, not kept for the next one."""
+    """The held stores of a failed launch are written, not kept for the next launch."""
 
     def fail() -> None:
         raise RuntimeError("hook")
@@ -238,7 +238,7 @@ def test_a_kernel_that_fails_leaves_nothing_back(heap: torch.Tensor) -> None:
 
 
 def _held(memory: np.ndarray, base: int, linger: Callable[[], None] = lambda: None) -> HeldStores:
-    """Held stores that write to `memory` [n] uint8, which stands at address `base`."""
+    """Held stores that write to `memory` [n] uint8 at address `base`."""
 
     def write(addrs: np.ndarray, values: np.ndarray) -> None:
         raw = values.view(np.uint8).reshape(addrs.size, -1)
@@ -249,7 +249,7 @@ def _held(memory: np.ndarray, base: int, linger: Callable[[], None] = lambda: No
 
 
 def test_any_mixture_of_widths_keeps_program_order() -> None:
-    """200 random runs of stores, loads, barriers and releases against a memory without delay."""
+    """Compare 200 random runs of stores, loads, barriers and releases with a memory without delay."""
     base = 1 << 40
     for seed in range(200):
         draw = random.Random(seed)
@@ -279,7 +279,7 @@ def test_any_mixture_of_widths_keeps_program_order() -> None:
 
 
 def test_only_what_overlaps_is_settled() -> None:
-    """A load shows the elements it reads, not their neighbours."""
+    """A load settles the elements that it reads, not their neighbours."""
     memory = np.zeros(64, np.uint8)
     held = _held(memory, 1 << 40)
     addrs = np.uint64(1 << 40) + np.arange(16, dtype=np.uint64) * np.uint64(4)
@@ -291,7 +291,7 @@ def test_only_what_overlaps_is_settled() -> None:
 
 
 def test_the_end_of_a_kernel_gives_peers_time_to_go_wrong() -> None:
-    """Once per kernel that leaves stores behind, before the last of them; a release does not wait."""
+    """A kernel with unreleased stores lingers once, before the last of them; a release does not linger."""
     memory = np.zeros(8, np.uint8)
     missing: list[int] = []
     held = _held(memory, 1 << 40, lambda: missing.append(8 - np.count_nonzero(memory)))
@@ -328,7 +328,7 @@ def test_heap_ranges() -> None:
 
 
 def test_programs_that_wait_come_last_and_see_stores_bit_by_bit(heap: torch.Tensor) -> None:
-    """They wait for stores that nobody releases: these get through, at each pause an element or some."""
+    """Unreleased stores become visible gradually to waiting programs: at each pause one element or more."""
     for seed in SEEDS:
         heap.zero_()
         ticket, out = torch.zeros(1, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)

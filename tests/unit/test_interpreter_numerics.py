@@ -1,4 +1,4 @@
-"""Numbers of interpreted kernels: what a GPU computes, bit for bit where there is one right answer."""
+"""Arithmetic of interpreted kernels equals a GPU's, bit for bit if the result is unique."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from . import interpreter_kernels as kernels
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 1 << 15
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-# What a NaN becomes: PTX names one pattern per format.
+# Canonical NaNs: PTX defines one pattern per format.
 NAN = {torch.bfloat16: 0x7FFF, torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -38,7 +38,7 @@ def _float32_patterns() -> torch.Tensor:
     """2**18 float32: random bits, and random numbers at and next to the ties of every format."""
     generator = torch.Generator().manual_seed(7)
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=generator, dtype=torch.int64)
-    # Numbers within the range of float8, cut to few bits, one unit up or down: ties, and almost ties.
+    # Numbers within the range of float8, cut to few bits, plus or minus one unit: ties, and near ties.
     ties = bits[1 << 17 :]
     exponent = 100 + (ties >> 23) % 50
     keep = torch.tensor([0x7FF80000, 0x7FF00000, 0x7FFF8000, 0x7FFC0000])[ties & 3]
@@ -54,7 +54,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, kernel: Any = None) -> torch.Tens
 
 
 def _assert_same_bits(out: torch.Tensor, expected: torch.Tensor, is_nan: torch.Tensor) -> None:
-    """Bits of a narrow float; where `is_nan`, the format's canonical NaN."""
+    """Compare the bits of a narrow float; where `is_nan`, expect the format's canonical NaN."""
     bits = BITS[out.dtype]
     got, want = out.view(bits).to(torch.int32), expected.view(bits).to(torch.int32)
     want[is_nan] = NAN[out.dtype]
@@ -65,7 +65,7 @@ def _assert_same_bits(out: torch.Tensor, expected: torch.Tensor, is_nan: torch.T
 @pytest.mark.parametrize("dtype", list(BITS), ids=str)
 @pytest.mark.parametrize("source", ["bf16", "float32"])
 def test_casts_round_to_nearest_even_and_saturate(source: str, dtype: torch.dtype) -> None:
-    """Every bf16 and 2**18 float32 become what torch makes of them, float8 after clamping."""
+    """Every bf16 and 2**18 float32 are cast as torch casts them, to float8 after clamping."""
     x = _all_bf16() if source == "bf16" else _float32_patterns()
     clamped = x.float().clamp(-LARGEST[dtype], LARGEST[dtype]) if dtype in LARGEST else x
     out = _cast(x, dtype)
@@ -77,7 +77,7 @@ def test_casts_round_to_nearest_even_and_saturate(source: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
 def test_casts_of_bf16_from_and_to_other_types(dtype: torch.dtype) -> None:
-    """bf16 to fp16, fp64 and int, and back, rounded once."""
+    """bf16 casts to fp16, fp64 and int32, and back, round once."""
     x = _all_bf16()
     if dtype == torch.int32:
         x = torch.where(x.abs() < 2**31, x, 0)
@@ -91,7 +91,7 @@ def test_casts_of_bf16_from_and_to_other_types(dtype: torch.dtype) -> None:
 
 
 def test_wide_numbers_are_rounded_once() -> None:
-    """fp64 next to a tie of bf16 must not first become the tie in float32."""
+    """fp64 next to a tie of bf16 must not be rounded to the tie in float32 first."""
     above, below = 1.00390625 + 2.0**-40, 1.01171875 - 2.0**-40
     x = torch.tensor([above, below, -above, 1e300, 2.0**-133 + 2.0**-134 + 2.0**-180], dtype=torch.float64)
     x = torch.nn.functional.pad(x, (0, BLOCK - x.numel()))
@@ -101,21 +101,21 @@ def test_wide_numbers_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_float8_is_read_exactly(dtype: torch.dtype) -> None:
-    """Value of all 256 patterns as float32 and bf16; NaN stays NaN, infinities of e5m2 stay infinite."""
+    """All 256 patterns have their value as float32 and bf16; NaN stays NaN, infinities of e5m2 stay infinite."""
     x = torch.arange(BLOCK).to(torch.uint8).view(dtype)
     for wide in (torch.float32, torch.bfloat16):
         torch.testing.assert_close(_cast(x, wide), x.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
 def test_truncation_is_honoured() -> None:
-    """fp_downcast_rounding="rtz" drops the bits, and never makes an infinity of a finite number."""
+    """fp_downcast_rounding="rtz" drops the bits, and never turns a finite number into infinity."""
     x = _float32_patterns()
     expected = (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     _assert_same_bits(_cast(x, torch.bfloat16, kernels.truncate_kernel), expected, x.isnan())
 
 
 def test_bf16_arithmetic_rounds_like_torch() -> None:
-    """All bf16 against a shuffle of themselves: + - * fma maximum where negation."""
+    """All bf16 values with a permutation of them: + - * fma maximum where negation."""
     a = _all_bf16()
     b = a[torch.randperm(a.numel(), generator=torch.Generator().manual_seed(3))]
     out = torch.empty((7, a.numel()), dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_bf16_arithmetic_rounds_like_torch() -> None:
     expected = [a + b, a - b, a * b, fused, torch.fmax(a, b), torch.where((a < b) & ~a.isnan(), a, b + 1), -a]
     names = ["sum", "difference", "product", "fma", "maximum", "where", "negative"]
     for name, got, want in zip(names, out, expected, strict=True):
-        if name == "maximum":  # versions differ in what a NaN does to it
+        if name == "maximum":  # Triton versions differ for NaN operands
             ordered = ~(a.isnan() | b.isnan())
             got, want = got[ordered], want[ordered]
         # Zeros may differ in sign: a - b for minus, and maximum of zeros.
@@ -132,7 +132,7 @@ def test_bf16_arithmetic_rounds_like_torch() -> None:
 
 
 def test_bf16_reductions_accumulate_in_float32() -> None:
-    """Sum, maximum and running sum of bf16: one rounding, of the result."""
+    """Sum, maximum and running sum of bf16 round once, in the result."""
     x = torch.randn((256, 16), generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     out = torch.empty((3, 16))
     kernels.reduce_kernel[(1,)](x, out, ROWS=256, COLUMNS=16)
@@ -145,7 +145,7 @@ def test_bf16_reductions_accumulate_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_dot_of_narrow_floats(dtype: torch.dtype) -> None:
-    """Integers of few bits, so that the float32 product is exact whatever the order."""
+    """Operands are integers of few bits, so the float32 product is exact in any order."""
     generator = torch.Generator().manual_seed(11)
     a = torch.randint(-4, 5, (32, 64), generator=generator).to(dtype)
     b = torch.randint(-4, 5, (64, 16), generator=generator).to(dtype)
@@ -164,12 +164,12 @@ def _e2m1(packed: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("a_format", ["e4m3", "bf16", "e2m1"])
 @pytest.mark.parametrize("b_format", ["e4m3", "e5m2", "e2m1"])
 def test_dot_scaled(a_format: str, b_format: str) -> None:
-    """One e8m0 scale per 32 along K on both sides; formats given as plain strings."""
+    """Both operands have one e8m0 scale per 32 elements along K; formats are plain strings."""
     generator = torch.Generator().manual_seed(13)
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 
     def operand(rows: int, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, 64] as stored and as numbers."""
+        """[rows, 64] in storage form and as float32 values."""
         if fmt == "e2m1":
             stored = torch.randint(0, 256, (rows, 32), generator=generator).to(torch.uint8)
             return stored, _e2m1(stored)
@@ -192,7 +192,7 @@ def test_dot_scaled(a_format: str, b_format: str) -> None:
 
 
 def test_a_scale_of_255_is_nan() -> None:
-    """e8m0 has one NaN, and it spoils its own row only."""
+    """e8m0 has one NaN, which affects only its own row."""
     ones = torch.ones((32, 32)).to(torch.float8_e4m3fn)
     a_scale = torch.full((32, 1), 127, dtype=torch.uint8)
     b_scale = a_scale.clone()
@@ -217,14 +217,14 @@ def test_a_scale_of_255_is_nan() -> None:
 
 
 def test_float8_has_no_arithmetic() -> None:
-    """What does not compile must not compute nonsense either."""
+    """Arithmetic that does not compile for GPUs is an error in the interpreter, too."""
     x = torch.ones(1).to(torch.float8_e4m3fn)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="cast to float32 first"):
         kernels.fp8_sum_kernel[(1,)](x, x.clone())
 
 
 def test_self_test_passes_and_names_what_is_broken() -> None:
-    """Fine here; an interpreter without fix-ups is refused, fix-up by fix-up."""
+    """The self-test passes here; without the fix-ups it fails and names each one."""
     interpreter.self_test()
     script = "from triton_ep.runtime.interpreter import selftest; selftest.run()"
     done = subprocess.run(
@@ -242,7 +242,7 @@ def test_self_test_passes_and_names_what_is_broken() -> None:
 
 
 def test_only_interpreted_processes_are_changed() -> None:
-    """Importing the package imports no triton; installing without TRITON_INTERPRET names the remedy."""
+    """Importing the package does not import Triton; installing without TRITON_INTERPRET names the remedy."""
     script = (
         "import sys; from triton_ep.runtime import interpreter\n"
         "assert 'triton' not in sys.modules\n"

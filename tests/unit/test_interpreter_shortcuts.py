@@ -1,4 +1,4 @@
-"""What the interpreter does sooner must be what it did before: every operator on every pair of kinds of operands."""
+"""The interpreter's shortcuts give the stock interpreter's results, for every operator and pair of operand kinds."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -50,7 +50,7 @@ CALLS += ("equal", "greater_equal", "minimum", "maximum", "where")
 
 
 def _value(dtype: Any, shape: tuple[int, ...]) -> Any:
-    """A value as kernels have them, of small numbers that every dtype holds."""
+    """A kernel value of small numbers that every dtype can represent."""
     data = np.resize(VALUES, shape or (1,))
     if dtype.name in FORMATS:
         data = FORMATS[dtype.name].encode(data.astype(np.float32))
@@ -59,7 +59,7 @@ def _value(dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _call(name: str, left: Any, right: Any) -> Any:
-    """What the operation gives: type, elements and their bits; or the kind of its error."""
+    """Result of the operation: type, elements and their bits; or the type of its error."""
     semantic = stock.interpreter_semantic
     rest: tuple[Any, ...] = (False,) if name in ("add", "sub", "mul") else ()
     if name in ("minimum", "maximum"):
@@ -76,7 +76,7 @@ def _call(name: str, left: Any, right: Any) -> Any:
 
 
 def _outcome(result: Any) -> Any:
-    if result.handle is None:  # of a store
+    if result.handle is None:  # the result of a store
         return str(result.type)
     data = result.handle.data
     bits = np.ascontiguousarray(data).tobytes()
@@ -84,7 +84,7 @@ def _outcome(result: Any) -> Any:
 
 
 def _kinds() -> Iterator[tuple[Any, Any]]:
-    """Every dtype with every other one and every constant, on either side; shapes in turn, five of one pair."""
+    """Every dtype with every dtype and constant, on either side; shapes in turn, all pairs of shapes for two dtypes."""
     pairs = product(range(len(DTYPES)), repeat=2)
     for number, (left, right) in enumerate(pairs):
         for turn in range(2):
@@ -101,7 +101,7 @@ def _kinds() -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_pair_of_operands_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Type, shape and bits of the result, and the kind of the error, are those without any shortcut."""
+    """Type, shape and bits of the result, or the type of the error, equal those without any shortcut."""
     with np.errstate(all="ignore"):
         scope = stock._patch_lang(_kinds)
         try:
@@ -120,15 +120,15 @@ def test_every_pair_of_operands_gives_the_same_bits(name: str, monkeypatch: pyte
 
 
 def _stepwise() -> dict[tuple[Any, str], Any]:
-    """The language's functions as kernels see them, without the short ways, by their owner and name."""
+    """The language's functions as kernels see them, without shortcuts, by owner and name."""
     patch = speed.LanguagePatch(stock._patch_lang._stock, lambda _owner, _name, same: same)
     return {(owner, name): new for owner, name, _, new in patch.find_changes()}
 
 
 def _differences(owner: Any, name: str, calls: Iterator[tuple[Any, ...]], minimum: int) -> list[Any]:
-    """Calls of a function of the language that give something else than without its short way.
+    """Calls of a function of the language whose outcome differs from that without its shortcut.
 
-    minimum: calls that must give a result at least, that the comparison be one.
+    minimum: fewest calls that must give a result, so that the comparison is meaningful.
     """
     stepwise = _stepwise()[owner, name]
     with np.errstate(all="ignore"):
@@ -152,7 +152,7 @@ def _differences(owner: Any, name: str, calls: Iterator[tuple[Any, ...]], minimu
 
 
 def _compared(shape: tuple[int, ...]) -> Any:
-    """Truth values as comparisons give them: their handle has the type of what was compared."""
+    """Truth values as comparisons return them: their handle has the type of the compared values."""
     data = np.resize(VALUES, shape or (1,)) < 3
     return tl.tensor(stock.TensorHandle(data, tl.int32), tl.block_type(tl.int1, list(shape)) if shape else tl.int1)
 
@@ -175,7 +175,7 @@ def _pairs_of_a_value() -> Iterator[tuple[Any, Any]]:
 @pytest.mark.filterwarnings("ignore:Value .* exceeds the maximum bitwidth")
 @pytest.mark.parametrize("name", [*operators.OPERATORS, *operators.OF_CONSTANTS])
 def test_operators_in_one_step(name: str) -> None:
-    """Values, constants and constexprs of all kinds and shapes: the same type, shape and bits, or kind of error."""
+    """Values, constants and constexprs of all kinds and shapes give the same type, shape and bits, or error type."""
     assert _differences(tl.tensor, name, _pairs_of_a_value(), 150) == []
 
 
@@ -186,7 +186,7 @@ def _every_value() -> Iterator[Any]:
 
 
 def test_other_members_in_one_step() -> None:
-    """Axes and conversions."""
+    """Indexing by axes, and conversions, give the same results."""
     axes = [(None, slice(None)), (slice(None), None), (slice(None), None, slice(None)), (None,), (slice(1, None), None)]
     axes += [(slice(None), slice(None)), (slice(None),) * 3, (None, slice(None), None), None]
     assert _differences(tl.tensor, "__getitem__", product(_every_value(), axes), 200) == []
@@ -213,7 +213,7 @@ def _masks(shape: tuple[int, ...]) -> Iterator[Any]:
 
 
 def test_loads_in_one_step() -> None:
-    """Of every type and shape, with and without mask and what stands in for lanes that are not loaded."""
+    """Loads of every type and shape, with and without `mask` and `other`, give the same results."""
     MEMORY[:] = np.random.default_rng(0).integers(0, 2**62, MEMORY.shape)
 
     def calls() -> Iterator[tuple[Any, ...]]:
@@ -227,7 +227,7 @@ def test_loads_in_one_step() -> None:
 
 
 def test_stores_in_one_step() -> None:
-    """What is in memory afterwards, too."""
+    """Stores leave the same memory contents."""
     seen: list[bytes] = []
     stepwise = _stepwise()[tl, "store"]
 
@@ -256,7 +256,7 @@ def test_stores_in_one_step() -> None:
 
 
 def test_choices_and_blocks_in_one_step() -> None:
-    """Of values and constants on either side, by conditions of every shape; blocks of numbers, twice each."""
+    """`where` of values and constants by conditions of several shapes; `arange` and `full`, twice each."""
 
     def choices() -> Iterator[tuple[Any, ...]]:
         for condition in (

@@ -1,4 +1,4 @@
-"""Waiting kernels: they end on their bound, give the core away, and can be ended by a hook."""
+"""Waiting kernels: they end at their timeout, yield the core, and can be ended by a hook."""
 
 import itertools
 import subprocess
@@ -34,14 +34,14 @@ def _no_hook_left() -> Iterator[None]:
 
 
 def _wait(flag: torch.Tensor, timeout_ns: int) -> list[int]:
-    """Value seen, turns, and nanoseconds of a wait for flag >= 1."""
+    """Value seen, polls, and nanoseconds of a wait for flag >= 1."""
     out = torch.zeros(3, dtype=torch.int64)
     kernels.wait_kernel[(1,)](flag, out, 1, timeout_ns)
     return out.tolist()
 
 
 def test_a_wait_ends_on_its_bound() -> None:
-    """Nothing comes: the kernel returns after the time its caller allowed, not before."""
+    """Without a flag the kernel returns after the time that its caller allowed, not before."""
     flag = torch.zeros(1, dtype=torch.int64)
     seen, polls, waited_ns = _wait(flag, 100 * MS)
     assert seen == 0
@@ -50,12 +50,12 @@ def test_a_wait_ends_on_its_bound() -> None:
 
 
 def test_a_wait_that_has_its_flag_does_not_pause() -> None:
-    """No turn is spent on a flag that is there."""
+    """A flag that is already set costs no poll."""
     assert _wait(torch.ones(1, dtype=torch.int64), 100 * MS)[:2] == [1, 0]
 
 
 def test_a_wait_ends_when_the_flag_comes() -> None:
-    """A flag set from outside the kernel is seen long before the bound."""
+    """A flag set from outside the kernel is seen long before the timeout."""
     flag = torch.zeros(1, dtype=torch.int64)
 
     def arrive() -> None:
@@ -70,14 +70,14 @@ def test_a_wait_ends_when_the_flag_comes() -> None:
 
 
 def test_a_waiting_kernel_gives_its_core_away() -> None:
-    """Of half a second of waiting, most is not spent computing."""
+    """Half a second of waiting takes much less CPU time."""
     start, cpu_start = time.monotonic(), time.process_time()
     _wait(torch.zeros(1, dtype=torch.int64), 500 * MS)
     assert time.process_time() - cpu_start < 0.6 * (time.monotonic() - start)
 
 
 def test_pauses_grow_to_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First yields, then sleeps of 50 us that double up to 1 ms."""
+    """Pauses are yields first, then sleeps of 50 us that double up to 1 ms."""
     sleeps: list[float] = []
     monkeypatch.setattr(spin.time, "sleep", sleeps.append)
     for polls in range(200):
@@ -89,7 +89,7 @@ def test_pauses_grow_to_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_hook_is_called_about_every_20_ms() -> None:
-    """Often enough to notice a dead peer, seldom enough to cost nothing."""
+    """The hook runs often enough to notice a dead peer, and seldom enough to cost little."""
     calls: list[float] = []
     interpreter.set_wait_hook(lambda: calls.append(time.monotonic()))
     _wait(torch.zeros(1, dtype=torch.int64), 400 * MS)
@@ -116,13 +116,13 @@ def test_what_the_hook_raises_reaches_the_caller() -> None:
     while causes[-1] is not None:
         causes.append(causes[-1].__cause__)
     assert failure in causes
-    # The next launch is not disturbed by the broken one.
+    # The failed launch does not disturb the next one.
     interpreter.set_wait_hook(None)
     assert _wait(torch.ones(1, dtype=torch.int64), 10 * MS)[0] == 1
 
 
 def test_the_clock_is_int64_and_goes_forward() -> None:
-    """Differences of now_ns() may be compared with any int64, also in the first seconds of a machine."""
+    """Differences of now_ns() can be compared with any int64, even in the first seconds after boot."""
     first, second = spin.now_ns(), spin.now_ns()
     assert first.dtype == triton.language.int64
     assert int(second.handle.data.item()) > int(first.handle.data.item())
@@ -131,7 +131,7 @@ def test_the_clock_is_int64_and_goes_forward() -> None:
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_the_same_source_compiles(arch: int) -> None:
-    """sm_90 and sm_100: the clock is the global timer, the pause is nothing."""
+    """On sm_90 and sm_100 the clock is the global timer, and later pauses are a nanosleep."""
     script = (
         "import triton\n"
         "from triton.backends.compiler import GPUTarget\n"
@@ -149,4 +149,4 @@ def test_the_same_source_compiles(arch: int) -> None:
     )  # fmt: skip
     assert done.stdout.count("globaltimer") >= 2
     assert "ld.volatile.global" in done.stdout
-    assert done.stdout.count("nanosleep") == 1  # inside the loop, behind a comparison with the number of polls
+    assert done.stdout.count("nanosleep") == 1  # inside the loop, after a comparison with the number of polls

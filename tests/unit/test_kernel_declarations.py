@@ -1,4 +1,4 @@
-"""What `ep_kernel` makes of a signature: groups, order, and what it refuses."""
+"""`ep_kernel` on signatures: groups, order, and refused declarations."""
 
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ def _kernel(first, x_ptr, group: _Group, LAST: tl.constexpr):
 
 @pytest.fixture(autouse=True)
 def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is declared here stays here."""
+    """Isolate the declarations of each test."""
     monkeypatch.setattr(spec, "_DECLARED", {})
 
 
 def test_fields_of_groups_are_arguments() -> None:
-    """Launches name them, pointers first; compiled kernels get them in the order of the kernel."""
+    """Launches name the fields, pointers first; compiled kernels receive them in the kernel's order."""
     spec.ep_kernel(x_ptr="*{WORD}", y_ptr="*i32", specialised=("size",))(_kernel)
     (declared,) = spec._DECLARED.values()
     assert list(declared.arguments.items()) == [
@@ -51,13 +51,13 @@ def test_fields_of_groups_are_arguments() -> None:
     ],
 )
 def test_declarations_that_do_not_fit_are_refused(types: dict[str, Any], match: str) -> None:
-    """By name."""
+    """The error names the argument."""
     with pytest.raises(TypeError, match=match):
         spec.ep_kernel(**types)(_kernel)
 
 
 def test_two_arguments_of_one_name_are_refused() -> None:
-    """Nobody could say which one a launch means."""
+    """A launch could not tell the two apart."""
 
     def kernel(size, group: _Group):
         """Has two sizes."""

@@ -1,4 +1,4 @@
-"""The table of symmetric buffers: the host's and the device's view of it are one."""
+"""The table of symmetric buffers: host and device agree on it."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from triton_ep.kernels.device.payload import MX, QUANTISE, WORDS, wire_of
 from triton_ep.kernels.internode.dispatch import messages_at
 from triton_ep.ops.tuning import as_words
 
-# What kernels call a buffer, where the public name says another role.
+# Device names of buffers that differ from the public names.
 DEVICE_NAMES = {
     "dispatch_output_buf": "COMBINE_X",
     "weight_recv_buf": "COMBINE_WEIGHT",
@@ -31,7 +31,7 @@ def _config(**changes) -> EPConfig:
 
 
 def test_buffers_have_the_same_numbers_on_host_and_device() -> None:
-    """A buffer's position in the table is the row of the address tables that kernels read."""
+    """A buffer's position in the table is its row in the address tables that kernels read."""
     for index, buffer in enumerate(BUFFERS):
         name = DEVICE_NAMES.get(buffer.name, buffer.name.upper())
         assert getattr(buffers, name).value == index, buffer.name
@@ -39,12 +39,12 @@ def test_buffers_have_the_same_numbers_on_host_and_device() -> None:
 
 
 def test_reports_have_the_same_fields_on_host_and_device() -> None:
-    """The host reads a row of the report into a tuple, kernels address its words by number."""
+    """The host reads a row of the report into a tuple; kernels address its words by number."""
     assert [getattr(codes, f"REPORT_{name.upper()}") for name in Report._fields] == list(range(codes.REPORT_WORDS))
 
 
 def test_words_of_the_state_array_do_not_overlap() -> None:
-    """Epochs, counters, time limit, alarm, what was told and the four words of the status record have a place each."""
+    """Epochs, counters, time limit, alarm, published words and the four words of the status record do not overlap."""
     words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
     words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT]
     words += [buffers.TIMEOUT_US, buffers.PROGRAMS_DONE, buffers.ALARM, buffers.OVERFLOW_TOTAL]
@@ -68,7 +68,7 @@ def _message_sizes_probe(out_ptr, word_ptr, row_words, KP: tl.constexpr, PAYLOAD
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [1, 37, 32, 96, 7168])
 def test_rows_on_the_wire_are_as_kernels_compute_them(payload: str | None, dtype: torch.dtype, hidden: int) -> None:
-    """Kernels derive the sizes of a row from its words; the layout allocates as many, whatever form it arrives in."""
+    """Kernels derive the sizes of a row from its words; the layout allocates the same sizes for every payload form."""
     if payload and hidden % 32:
         pytest.skip("no row of MXFP8 has this length")
     sizes = Sizes(_config(hidden=hidden, token_dtype=dtype, payload=payload), 1, 1)
@@ -85,7 +85,7 @@ def test_rows_on_the_wire_are_as_kernels_compute_them(payload: str | None, dtype
 @pytest.mark.parametrize("capacity", [None, 40])
 @pytest.mark.parametrize("local_world_size", [1, 2, 4])
 def test_estimate_is_the_sum_of_aligned_buffers(capacity: int | None, local_world_size: int) -> None:
-    """What a layer will take is known before anything is allocated."""
+    """The memory of a layer is known before anything is allocated."""
     sizes = initial_sizes(_config(local_world_size=local_world_size, recv_capacity=capacity))
     total = 0
     for buffer in BUFFERS:
@@ -97,7 +97,7 @@ def test_estimate_is_the_sum_of_aligned_buffers(capacity: int | None, local_worl
 
 
 def test_one_node_needs_no_network_buffers() -> None:
-    """Buffers for puts take memory only where there are several nodes."""
+    """Buffers for puts take memory only with several nodes."""
     sizes = initial_sizes(_config(local_world_size=4))
     network = [buffer for buffer in BUFFERS if buffer.name.endswith("_rdma") or buffer.name.startswith("partial_")]
     assert [buffer.nbytes(sizes) for buffer in network if not buffer.name.endswith("flag")] == [0] * 4

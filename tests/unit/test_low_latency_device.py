@@ -1,4 +1,4 @@
-"""Arithmetic of the low-latency kernels, against Python's."""
+"""Arithmetic of the low-latency kernels, compared with torch's."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def _quotients(value_ptr, out_ptr, divisor, N: tl.constexpr):
 
 
 def test_quotients_are_exact() -> None:
-    """Next to every multiple, where a rounding error would show, and at both ends."""
+    """Quotients are exact next to multiples, where a rounding error would show, and at both ends."""
     for divisor in (*range(1, 34), 63, 127, 255, 500, 511, 512, 2047, 2048):
         multiples = torch.arange(0, 2**20, max(2**20 // 2048 // divisor, 1) * divisor)
         values = torch.cat([multiples, multiples + divisor - 1, torch.tensor([2**20 - 1])])
@@ -36,7 +36,7 @@ def _owners(ids_ptr, owner_ptr, bits_ptr, experts_per_rank, N: tl.constexpr):
 
 
 def test_owners_of_dropped_ids_set_no_bit() -> None:
-    """32 ranks of 3 experts: the last one is the sign bit; -1 belongs to nobody."""
+    """With 32 ranks of 3 experts the last rank is the sign bit; -1 belongs to no rank."""
     ids = torch.tensor([0, 2, 3, 95, -1, 47, 93, -1], dtype=torch.int32)
     owner, bits = torch.empty_like(ids), torch.empty(1, dtype=torch.int32)
     _owners[(1,)](ids, owner, bits, 3, N=8)

@@ -1,4 +1,4 @@
-"""tools/environment.py: which torch it asks pip for, on machines that are not here."""
+"""tools/environment.py: the torch that it requests from pip on other machines."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ PLAIN = ["torch==2.13.0", "triton==3.7.1"]
 
 
 def test_cpu_wheels_where_there_is_no_driver(tool: ModuleType) -> None:
-    """The local version picks them, PyPI stays the first index; without an answer the build of PyPI is next."""
+    """The local version selects CPU wheels, PyPI stays the first index; without an answer PyPI's build is next."""
     first, second = tool.torch_requirements("2.13.0", "3.7.1", driver=False, own_index=False)
     assert first[-2:] == ["torch==2.13.0+cpu", "triton==3.7.1"]
     assert first[first.index("--extra-index-url") + 1] == tool.CPU_WHEELS and "--index-url" not in first
@@ -40,7 +40,7 @@ def test_cpu_wheels_where_there_is_no_driver(tool: ModuleType) -> None:
 
 @pytest.mark.parametrize(("driver", "own_index"), [(True, False), (False, True), (True, True)])
 def test_the_index_decides_elsewhere(tool: ModuleType, driver: bool, own_index: bool) -> None:
-    """With a driver CUDA is wanted; with an index of one's own nothing is added to it."""
+    """With a driver the CUDA build is wanted; with an index of its own pip gets no extra index."""
     assert tool.torch_requirements("2.13.0", "3.7.1", driver=driver, own_index=own_index) == [PLAIN]
 
 
@@ -57,17 +57,17 @@ def test_the_index_decides_elsewhere(tool: ModuleType, driver: bool, own_index: 
     ],
 )
 def test_where_pip_looks(tool: ModuleType, config: str, own: bool) -> None:
-    """Files and variables that name an index, and those that do not."""
+    """Settings that name an index count as own sources, others do not."""
     assert tool.own_sources(config) is own
 
 
 def test_it_knows_the_least_python(tool: ModuleType) -> None:
-    """It cannot read the table before it knows that Python is new enough."""
+    """The least Python is a constant: the table cannot be read by an older Python."""
     assert tool.LEAST_PYTHON == MIN_PYTHON
 
 
 def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path) -> None:
-    """The first lines come before pip is there; where pip fails, so does the program, and nothing is ready."""
+    """The first lines precede any pip call; if pip fails, the program fails and marks nothing as ready."""
     folder = tmp_path / "venv"
     command = [sys.executable, str(PROGRAM), str(folder), "--torch", "no-such-package==0.0"]
     environment = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1"}
@@ -82,7 +82,7 @@ def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path)
 def test_tools_come_after_the_demo(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
 ) -> None:
-    """`--tools` adds the extra of the tests to an environment of its own, nothing to a lent one, and notes it."""
+    """`--tools` adds the tests' extra to an own environment and nothing to a lent one, and writes its mark."""
     (tmp_path / ".ready").write_text(f"{kind}\n")
     asked: list[list[str]] = []
     monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: asked.append(command))
@@ -93,13 +93,13 @@ def test_tools_come_after_the_demo(
 
 
 def test_the_demo_does_not_wait_for_the_tests_tools() -> None:
-    """In the Makefile `demo` needs the environment, `test` its tools too."""
+    """In the Makefile `demo` needs only the environment, `test` also its tools."""
     needs = dict(re.findall(r"^([a-z-]+): (\$\(\w+\))", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert needs["demo"] == "$(READY)" and needs["test"] == needs["aot"] == "$(TOOLS)"
 
 
 def test_python_keeps_what_it_has_compiled() -> None:
-    """Where the environment forbids it, too: tests start dozens of processes that import torch."""
+    """Bytecode is kept even if the environment forbids it: tests start dozens of processes that import torch."""
     show = "show:; @echo [$$PYTHONDONTWRITEBYTECODE]"
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = ["make", "--no-print-directory", f"--eval={show}", "show"]

@@ -1,4 +1,4 @@
-"""`triton-ep memory` says what a layer takes: against a real heap, and in the table of the docs."""
+"""`triton-ep memory` reports the memory of a layer: compared with a real heap and with the table of the docs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _report(*options: str) -> memory.Report:
 
 
 def _taken() -> int:
-    """Bytes of this rank's symmetric memory that somebody has."""
+    """Allocated bytes of this rank's symmetric memory."""
     arena = current_heap()._arena
     return sum(arena._taken.values())
 
@@ -56,7 +56,7 @@ def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, A
     taken, said = _taken() - before, estimate_bytes(layer.context.sizes)
     blocks = [block.nbytes for block in layer.context.memory._blocks.values()]
     layer.finalize()
-    page = current_heap()._arena._align  # of the heap: what each block is rounded up to
+    page = current_heap()._arena._align  # alignment of the heap, to which each block is rounded up
     assert sum(blocks) == said
     (made,) = (record.getMessage() for record in said_so)
     assert f"made: room for {layer.context.sizes.arrival_rows} arriving rows" in made and "hidden=96" in made
@@ -74,17 +74,17 @@ def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, A
 def test_a_layer_takes_what_estimate_bytes_says(
     run_ranks: Any, nodes: int, ranks_per_node: int, options: dict[str, Any]
 ) -> None:
-    """Bytes of the layer's blocks are those estimated; the heap gives out no more, and has them back after its end."""
+    """The layer's blocks have the estimated size; the heap allocates no more, and frees them at the layer's end."""
     run_ranks(_check_heap, nodes, ranks_per_node, options)
 
 
 def test_a_low_latency_layer_takes_what_estimate_bytes_says(run_ranks: Any) -> None:
-    """The same with the buffers of the low-latency path."""
+    """The estimate is right for the buffers of the low-latency path, too."""
     run_ranks(_check_heap, 1, 2, {"low_latency": True, "capacity": 240})
 
 
 def test_the_heap_suggested_holds_one_exchange() -> None:
-    """heap_bytes is enough, by less than a step; the exchanges that fit are as many as there is room for."""
+    """heap_bytes exceeds the need by less than a step; `fit` is the number of exchanges with room in the heap."""
     for ranks in ("8", "64", "256"):
         report = _report("--ranks", ranks)
         assert 0 <= report.heap_bytes - report.total < memory.HEAP_STEP
@@ -93,12 +93,12 @@ def test_the_heap_suggested_holds_one_exchange() -> None:
 
 
 def test_static_worst_case_is_what_an_exact_exchange_may_grow_to() -> None:
-    """Growth ends where everything that can arrive has room."""
+    """Growth ends once all rows that can arrive have room."""
     assert _report("--ranks", "8", "--capacity", "worst").total == _report("--ranks", "8").most
 
 
 def test_json_and_page_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """One set of numbers in two forms."""
+    """JSON and page have the same numbers."""
     assert main(["memory", "--ranks", "64", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert main(["memory", "--ranks", "64"]) == 0
@@ -109,7 +109,7 @@ def test_json_and_page_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("capacity", ["none", "x", "-3", "1.5y", "infx"])
 def test_a_wrong_capacity_is_refused(capacity: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 and a message."""
+    """A wrong capacity gives exit code 1 and a message."""
     assert main(["memory", f"--capacity={capacity}"]) == 1
     assert "capacity" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The model counts the bytes that the protocol sends, and its page shows what it computes."""
+"""The model counts the bytes that the protocol sends, and its page shows its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NODES = [(4, 4), (4, 2), (8, 4), (8, 1)]
     ("ranks", "per_node", "experts", "topk"), [(4, 2, 8, 3), (4, 4, 4, 4), (2, 1, 6, 1), (6, 3, 6, 2)]
 )
 def test_expected_ranks_and_nodes(ranks: int, per_node: int, experts: int, topk: int) -> None:
-    """The closed form is the mean over all choices of distinct experts."""
+    """The closed form equals the mean over all choices of distinct experts."""
     each = experts // ranks
     choices = [{e // each for e in chosen} for chosen in itertools.combinations(range(experts), topk)]
     w = Workload(ranks=ranks, ranks_per_node=per_node, experts=experts, topk=topk)
@@ -43,7 +43,7 @@ def test_expected_ranks_and_nodes(ranks: int, per_node: int, experts: int, topk:
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize(("ranks", "per_node"), NODES)
 def test_bytes_are_those_of_drawn_routings(ranks: int, per_node: int, local: bool) -> None:
-    """On average over ranks what the benchmark counts from expert ids is what the model expects, within noise."""
+    """On average over ranks, bytes that the benchmark counts from expert ids equal the model's, within noise."""
     shape = Shape(tokens=2000, hidden=64, topk=4, experts=32, ffn=1)
     routing = Routing.of(draw("uniform", shape, ranks, 1, 0)[0], shape.experts, per_node)
     w = Workload(ranks=ranks, ranks_per_node=per_node, experts=32, tokens=2000, hidden=64, topk=4, local_combine=local)
@@ -108,7 +108,7 @@ def test_sizes_are_those_of_the_layout(topk: int, hidden: int, payload: str, loc
 
 
 def test_times_by_hand() -> None:
-    """One node, rates of 1 GB/s and no fixed costs: microseconds are kilobytes, in the formula of the page."""
+    """With one node, rates of 1 GB/s and no fixed costs, microseconds are kilobytes, by the formula of the page."""
     machine = Machine(
         nvlink_gbps=1, nic_gbps=1, memory_gbps=1, program_gbps=1e9, kernel_us=0, flags_us=0, network_us=0, message_us=0
     )
@@ -147,7 +147,7 @@ def test_more_is_not_faster() -> None:
 
 
 def test_page_shows_what_is_computed() -> None:
-    """Every predicted table of the page is what the command prints now."""
+    """Every predicted table of the page equals the command's current output."""
     text = PAGE.read_text()
     blocks = re.findall(r"```console\n\$ triton-ep bench model ?([^\n]*)\n(.*?)```", text, re.DOTALL)
     again = re.findall(r"```console\n\$ triton-ep bench model ?([^\n]*)\n(.*?)```", scaling.updated(text), re.DOTALL)
@@ -158,7 +158,7 @@ def test_page_shows_what_is_computed() -> None:
 
 
 def test_page_quotes_measured_rows() -> None:
-    """The table beside the model is of stored rows, with right ratios; rows may have come since."""
+    """The table that compares with the model quotes stored rows, with right ratios; newer rows may exist."""
     block = re.search(r"\$ triton-ep bench model --measured [^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block
     header, *lines = (re.split(r" {2,}", line) for line in block[1].splitlines())
@@ -168,12 +168,12 @@ def test_page_quotes_measured_rows() -> None:
         assert (line["op"], line["mode"], line["payload"], line["measured_us"], line["commit"]) in stored
         predicted = float(line["predicted_us"])
         ratio = float(line["measured_us"]) / predicted
-        # Both are shown rounded, the prediction to a tenth.
+        # Both are rounded on the page, the prediction to a tenth.
         assert float(line["measured/predicted"]) == pytest.approx(ratio, abs=0.0051 + ratio * 0.05 / predicted)
 
 
 def test_compared_rows(tmp_path: Path) -> None:
-    """Of a configuration the last row, of all programs the fastest; no CPU rows, skewed routing or graphs."""
+    """The last row of a configuration and the fastest number of programs; no CPU rows, skewed routing or graphs."""
     base = {"op": "combine", "provider": "triton_ep", "payload": "bf16", "nodes": 2, "ranks": 4, "tokens": 4096}
     base |= {"hidden": 7168, "topk": 8, "experts": 256, "routing": "uniform:0", "gpu": "H200", "commit": "abc"}
     new = [
@@ -198,7 +198,7 @@ def test_compared_rows(tmp_path: Path) -> None:
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`triton-ep bench model` prints JSON with its inputs, says where experts were added, and updates a page."""
+    """`triton-ep bench model` prints JSON with its inputs, notes added experts, and updates a page."""
     assert main(["bench", "model", "--json", "--ranks", "8,512", "--nic-gbps", "25"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["experts"] for row in found["rows"]] == [256, 512]
@@ -224,13 +224,13 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], match: str) -> None:
-    """With a ConfigError that names it."""
+    """Impossible sizes raise a ConfigError that names them."""
     with pytest.raises(ConfigError, match=match):
         scaling.tables(scaling.parse(words))
 
 
 def test_json_has_null_where_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of 33 elements have no MXFP8 time; JSON knows no NaN."""
+    """Rows of 33 elements have no MXFP8 time; JSON has no NaN."""
     assert main(["bench", "model", "--hidden", "33", "--ranks", "8", "--json"]) == 0
 
     def refuse(constant: str) -> None:
@@ -256,7 +256,7 @@ def test_json_has_null_where_there_is_no_time(capsys: pytest.CaptureFixture[str]
 def test_wrong_options_are_named(
     words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each ends with one line that names the option or the file, and exit code 1."""
+    """A wrong option gives one line that names the option or the file, and exit code 1."""
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")
     assert main(["bench", "model", *(str(binary) if word == "BINARY" else word for word in words)]) == 1

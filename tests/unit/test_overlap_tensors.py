@@ -1,4 +1,4 @@
-"""What a call on another stream reads and returns is found whole: what is missed could be handed out too early."""
+"""All tensors that a call on another stream reads or returns are found: torch could reuse a missed one too early."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def test_tensors_of_what_calls_return() -> None:
-    """In tuples, lists, dicts, descriptors and rows; numbers are none, a long list of them either."""
+    """Tensors are found in tuples, lists, dicts, descriptors and rows; numbers and long lists of them are skipped."""
     a, b, c, d, e, f, g = _tensors(7)
     assert tensors_in(None, 3, 2.5, "x", [1, 2, 3] * 100, ()) == []
     assert _same(tensors_in(a, (b, None, [c, 4]), {"k": (d,)}), [a, b, c, d])
@@ -42,7 +42,7 @@ def test_tensors_of_what_calls_return() -> None:
 
 
 def test_parts_of_tensors_made_of_others() -> None:
-    """A quantised tensor has no memory of its own; parameters and views have."""
+    """A quantised tensor yields its parts, having no memory of its own; a parameter yields itself."""
     mx = MXTensor.from_qdata_and_scales(
         torch.zeros(2, 32, dtype=torch.float8_e4m3fn), torch.zeros(2, 1, dtype=torch.float8_e8m0fnu), torch.bfloat16
     )

@@ -1,6 +1,6 @@
-"""The package map: wheel, editable install and bare checkout all give `triton_ep.kernels`, and nothing else.
+"""The package map: wheel, editable install and bare checkout all provide `triton_ep.kernels`, and nothing else.
 
-No test here needs a network: the wheel is built with the setuptools that is installed.
+No test here needs a network: the wheel is built with the installed setuptools.
 """
 
 import json
@@ -26,7 +26,7 @@ WHERE = "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k._
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Output of a command that must succeed; `environment` is all it gets."""
+    """Output of a command that must succeed; `environment` is its whole environment."""
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -36,7 +36,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the build reads: building in place would leave files, and find stale ones."""
+    """A copy of the files that the build reads: building in place would leave files and find stale ones."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("triton_ep", "kernels", "aot"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,7 +47,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that would be published."""
+    """The wheel as it would be published."""
     out = tmp_path_factory.mktemp("wheel")
     _run(*PIP, "wheel", "--no-index", "--no-build-isolation", "--no-deps", "-w", out, checkout, cwd=out)
     (path,) = out.glob("*.whl")
@@ -65,7 +65,7 @@ def _sources() -> set[str]:
 
 
 def test_package_list_is_complete() -> None:
-    """Each folder with an __init__.py is named in pyproject.toml, whose list is explicit."""
+    """The explicit list in pyproject.toml names each folder with an __init__.py."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     there = {name.removesuffix("/__init__.py").replace("/", ".") for name in _sources() if "__init__" in name}
     assert sorted(listed) == sorted(there)
@@ -81,7 +81,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_installed_wheel_imports_its_own_kernels(wheel: Path, tmp_path: Path) -> None:
-    """What pip unpacks is what is imported, and no `kernels` or `aot` appears at the top."""
+    """The installed files are imported, and no top-level `kernels` or `aot` appears."""
     target = tmp_path / "site"
     _run(*PIP, "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=tmp_path)
     code = f"{WHERE}; import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('aot'))"
@@ -95,7 +95,7 @@ def test_installed_wheel_imports_its_own_kernels(wheel: Path, tmp_path: Path) ->
 
 
 def test_the_readmes_program_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """Outside of any checkout: 4 CPU ranks, kernels taken from the wheel, every token back."""
+    """Outside any checkout: 4 CPU ranks, kernels from the wheel, every token returns."""
     target = tmp_path / "site"
     _run(*PIP, "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=tmp_path)
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -108,12 +108,12 @@ def test_the_readmes_program_runs_from_the_wheel(wheel: Path, tmp_path: Path) ->
 
 
 def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -> None:
-    """`pip install -e .` maps the two folders below triton_ep."""
+    """`pip install -e .` maps the two folders into triton_ep."""
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=True, symlinks=True)
     python = home / "bin/python"
     purelib = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    # This interpreter may be a virtual environment itself: lend the new one its setuptools.
+    # This Python may be a virtual environment itself: let the new one use its setuptools.
     Path(purelib, "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
     options = ["--no-index", "--no-build-isolation", "--no-deps"]
     _run(*PIP, "--python", python, "install", *options, "-e", checkout, cwd=tmp_path)
@@ -124,7 +124,7 @@ def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -
 
 
 def test_a_build_fills_a_folder_of_the_checkout(checkout: Path, tmp_path: Path) -> None:
-    """`make aot` writes into a folder that .gitignore leaves out, and it is where a layer looks."""
+    """`make aot` writes into a folder that .gitignore lists and a layer searches."""
     code = "from triton_ep.runtime.library import build_folder, default_folder; print(build_folder(), default_folder())"
     folders = _run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(checkout)).split()
     assert folders == [str(checkout / "aot/cubins")] * 2
@@ -149,7 +149,7 @@ print(folder, [entry.request.kernel for entry in library.entries], verify(folder
 
 
 def test_the_wheel_of_cubins_is_found(wheel: Path, tmp_path: Path) -> None:
-    """Built from an installed package, packed twice to the same bytes, installed beside it, found and without fault."""
+    """Cubins built by an installed package pack twice to the same bytes, install next to it, are found and verify."""
     target, library = tmp_path / "site", tmp_path / "library"
     options = ["--no-index", "--no-deps", "--target", target]
     _run(*PIP, "install", *options, wheel, cwd=tmp_path)
@@ -175,7 +175,7 @@ def test_the_wheel_of_cubins_is_found(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_bare_checkout_imports_its_own_kernels(checkout: Path, tmp_path: Path) -> None:
-    """Nothing installed: the checkout's root on sys.path is enough."""
+    """Without an installation the checkout's root on sys.path is enough."""
     assert _run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(checkout)).split() == [
         str(checkout / "kernels/__init__.py"),
         str(checkout / "aot/__init__.py"),

@@ -1,4 +1,4 @@
-"""Pictures of the pages are what docs/pictures/draw.py draws, from stored rows."""
+"""The stored pictures of the pages equal the output of docs/pictures/draw.py, which reads stored rows."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module draw.py, with its folder on the path for the time of a test."""
+    """The module draw.py, with its folder on the path during a test."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
     before = set(sys.modules)
     import draw
@@ -23,12 +23,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_stored_pictures_are_up_to_date(drawn: Any) -> None:
-    """`make pictures` would change nothing."""
+    """`make pictures` changes nothing."""
     assert [path.name for path, draw in drawn.PICTURES.items() if path.read_text() != draw().svg()] == []
 
 
 def test_pictures_are_legible_on_a_phone(drawn: Any) -> None:
-    """At 360 pixels no letter is below 11 pixels, and light and dark have colours of their own."""
+    """At a width of 360 pixels no letter is below 11 pixels; light and dark modes have their own colours."""
     for path, draw in drawn.PICTURES.items():
         text = draw().svg()
         assert 'viewBox="0 0 720 ' in text, path.name
@@ -37,7 +37,7 @@ def test_pictures_are_legible_on_a_phone(drawn: Any) -> None:
 
 
 def test_a_bar_without_a_row_is_refused(drawn: Any) -> None:
-    """A time comes from a stored row or from nowhere."""
+    """Every time must come from a stored row."""
     import speed
 
     wanted = {"op": "dispatch", "provider": "nccl", "ranks": "4", "commit": "a7519e2", "routing": "uniform:0"}
@@ -47,7 +47,7 @@ def test_a_bar_without_a_row_is_refused(drawn: Any) -> None:
 
 
 def test_losses_stay_inside_of_their_panels(drawn: Any) -> None:
-    """Every run has a loss for every step; those that a panel shows lie between its lowest and its highest."""
+    """Every run has a loss for every step; losses shown in a panel lie within its limits."""
     import losses
 
     runs = losses.runs()

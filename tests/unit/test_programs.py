@@ -1,4 +1,4 @@
-"""Programs that tests start: what several processes of one write, all of it, arrives."""
+"""Programs that tests start: all output of several processes of a program arrives."""
 
 from tests.programs import run_program
 
@@ -18,7 +18,7 @@ os.wait(), os.wait()
 
 
 def test_ranks_of_a_program_do_not_write_over_each_other() -> None:
-    """Two processes share its standard output, as ranks under a launcher do."""
+    """Two processes share the program's standard output, as ranks under a launcher do."""
     done = run_program(["-c", WRITERS])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

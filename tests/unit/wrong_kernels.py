@@ -1,6 +1,6 @@
-"""A ping-pong between two ranks, once right and in five wrong ways that a CPU forgives and a GPU does not.
+"""A ping-pong between two ranks: one correct way, and five wrong ways that a CPU hides and a GPU does not.
 
-Kept as fixtures: chaos mode must find every wrong one. Never copy from here; the right way is CORRECT.
+Kept as fixtures: chaos mode must find every wrong way. Never copy from here; the right way is CORRECT.
 """
 
 import triton
@@ -10,10 +10,10 @@ from triton_ep.kernels.device.spin import now_ns, pause
 
 CORRECT = tl.constexpr(0)
 RELAXED = tl.constexpr(1)  # the flag orders nothing
-FLAG_FIRST = tl.constexpr(2)  # the flag is out before the data
+FLAG_FIRST = tl.constexpr(2)  # the flag is raised before the data
 GPU_SCOPE = tl.constexpr(3)  # released for this GPU only
 NO_BARRIER = tl.constexpr(4)  # one thread releases while other warps still store
-PLAIN_FLAG = tl.constexpr(5)  # the flag is a plain store; seen late, if at all, or before the data
+PLAIN_FLAG = tl.constexpr(5)  # the flag is a plain store: visible late, never, or before the data
 
 WAYS = {
     "correct": CORRECT.value,
@@ -51,14 +51,14 @@ def ping_pong_kernel(
     own_flag_ptr,  # [1] int64, the peer writes
     peer_addr,  # int64, own_ptr of the peer as this rank maps it
     peer_flag_addr,  # int64, own_flag_ptr of the peer
-    bad_ptr,  # [1] int64: words that were wrong; -1: the peer's flag did not come in time
+    bad_ptr,  # [1] int64: number of wrong words; -1: the peer's flag did not arrive in time
     rank,  # 0 serves, 1 answers
     rounds,
     timeout_ns,
     WAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds of 0 posts, 1 checks and posts, 0 checks. Every word tells its round, its sender, its place."""
+    """In each round 0 posts, 1 checks and posts, 0 checks. Every word encodes its round, sender and place."""
     offs = tl.arange(0, BLOCK)
     peer_ptr = peer_addr.to(tl.pointer_type(tl.int32))
     peer_flag_ptr = peer_flag_addr.to(tl.pointer_type(tl.int64))
@@ -112,7 +112,7 @@ def visibility_kernel(
 
 @triton.jit
 def one_program_releases_kernel(heap_ptr, flag_ptr, BLOCK: tl.constexpr):
-    """All programs store, only program 0 releases: wrong for the others' stores."""
+    """All programs store, but only program 0 releases: wrong for the other programs' stores."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(heap_ptr + offs, offs + 1)
     tl.debug_barrier()
