@@ -1,8 +1,8 @@
 """Ranks for tests: options, fixtures, and the order in which tests run.
 
 A test that needs ranks takes the fixture `run_ranks` and names its topology in the parameters `nodes` and
-`ranks_per_node`. What runs in the ranks is a function at the top level of the test's module; its name starts
-with an underscore, its first arguments are (rank, nodes, ranks_per_node), and it asserts by itself.
+`ranks_per_node`. The ranks run a function at the top level of the test's module; its name starts with an
+underscore, its first arguments are (rank, nodes, ranks_per_node), and it makes its own assertions.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from tests.patience import LIMIT_S
 from triton_ep.distributed import most_gpu_ranks
 from triton_ep.testing import RankPool
 
-# Files that take longest, these first: a process that begins one last works on alone while others have nothing left.
+# Longest files, which run first: a process that begins one last would work alone while the others are idle.
 LONG_FILES = (
     "layer/test_layer.py",
     "layer/test_life.py",
@@ -55,10 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     group = parser.getgroup("triton_ep")
     group.addoption(
-        "--backend", choices=("host", "nvshmem", "torch"), default="host", help="what the ranks of run_ranks run on"
+        "--backend", choices=("host", "nvshmem", "torch"), default="host", help="backend of the ranks of run_ranks"
     )
     group.addoption(
-        "--replays", type=int, default=500, help="on GPUs, of captured low-latency pairs (layer/test_replays.py)"
+        "--replays", type=int, default=500, help="replays of captured low-latency pairs on GPUs (layer/test_replays.py)"
     )
     group.addoption(
         "--chaos-seeds",
@@ -68,29 +68,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _world_size(item: pytest.Item) -> int:
-    """Ranks of a test, read from its parameters; 1 where they do not say."""
+    """Number of ranks of a test, from its parameters; 1 without them."""
     callspec = getattr(item, "callspec", None)
     params = callspec.params if callspec is not None else {}
     return int(params.get("nodes", 1)) * int(params.get("ranks_per_node", 1))
 
 
 def _seed_of(item: pytest.Item) -> int | None:
-    """The chaos seed of a test."""
+    """The chaos seed of a test, or None."""
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get("chaos_seed")
 
 
 def _place_of_file(item: pytest.Item) -> tuple[int, str]:
-    """Where the file of a test comes in the order of files."""
+    """Place of a test's file in the order of files."""
     name = item.path.relative_to(Path(__file__).parent).as_posix()
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES), name
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by what they need, and order them by file and world size.
+    """Mark tests by the hardware they need, and order them by file and world size.
 
-    Of ranks on GPUs there is one world size at a time, so there it decides first.
+    On GPUs only one pool, of one world size, runs at a time, so there the world size comes first.
     """
     num_gpus = most_gpu_ranks()
     on_gpus = config.getoption("--backend") != "host"
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat the tests that use ranks under every seed of --chaos-seeds, after a run without."""
+    """Repeat tests with ranks under every seed of --chaos-seeds, after a plain run."""
     text = metafunc.config.getoption("--chaos-seeds")
     plain = any(mark.name == "plain" for mark in metafunc.definition.iter_markers())
     if text and "chaos_seed" in metafunc.fixturenames and not plain:
@@ -122,13 +122,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """What ranks run on: "host" (CPU, interpreter), or on GPUs "nvshmem" or "torch", the symmetric heap."""
+    """Backend of ranks: "host" (CPU, interpreter), or on GPUs the symmetric heap, "nvshmem" or "torch"."""
     return request.config.getoption("--backend")
 
 
 @pytest.fixture
 def chaos_seed(request: pytest.FixtureRequest, backend: str) -> int | None:
-    """Seed of chaos mode; None: the interpreter's usual order. `run_ranks` applies it by itself."""
+    """Seed of chaos mode; None: the interpreter's usual order. `run_ranks` applies it."""
     seed = getattr(request, "param", None)
     if seed is not None and backend != "host":
         pytest.skip("compiled kernels have no chaos mode")
@@ -137,7 +137,7 @@ def chaos_seed(request: pytest.FixtureRequest, backend: str) -> int | None:
 
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
-    """The pools that run now, by (world size, backend). Idle ranks cost a CPU nothing; of GPUs one pool takes all."""
+    """The running pools, by (world size, backend). Idle CPU ranks cost nothing; on GPUs one pool takes all GPUs."""
     pools: dict[tuple[int, str], RankPool] = {}
     yield pools
     for pool in pools.values():
@@ -148,10 +148,10 @@ def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
 def run_ranks(
     _pools: dict[tuple[int, str], RankPool], backend: str, chaos_seed: int | None
 ) -> Callable[..., list[Any]]:
-    """Call it as run_ranks(function, nodes, ranks_per_node, *args, **kwargs).
+    """Call as run_ranks(function, nodes, ranks_per_node, *args, **kwargs).
 
     Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns
-    what they return. Other keywords are those of `RankPool.run`.
+    their results. Keywords of `RankPool.run` are accepted as well.
     """
 
     def run(function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -162,7 +162,7 @@ def run_ranks(
             while _pools and backend != "host":
                 _pools.popitem()[1].close()
             _pools[key] = RankPool(*key)
-        if backend == "host":  # on GPUs a hang costs more than patience is worth
+        if backend == "host":  # on GPUs a hang is too costly for long limits
             kwargs.setdefault("timeout_s", LIMIT_S)
             kwargs.setdefault("grace_s", 60.0)
         return _pools[key].run(function, nodes, ranks_per_node, *args, chaos_seed=chaos_seed, **kwargs)

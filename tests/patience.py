@@ -1,7 +1,7 @@
-"""How long tests wait. No test depends on how fast the machine is, or on what else it does.
+"""Time limits of tests. No test depends on the speed or load of the machine.
 
-What must happen is awaited for LIMIT_S, which only a hang reaches. A wait that must expire gets a limit that follows
-what the machine does just now: `limit_after` a call like the one that is awaited.
+Tests wait up to LIMIT_S, which only a hang reaches, for events that must happen. A wait that must expire gets a limit
+measured on the machine at that moment: `limit_after` a call like the awaited one.
 """
 
 import time
@@ -12,23 +12,23 @@ from typing import Any
 import torch.distributed as dist
 
 LIMIT_S = 900.0
-"""Seconds after which something hangs. Below the time limit of a test (pyproject.toml)."""
+"""Seconds after which a wait counts as a hang. Below the time limit of a test (pyproject.toml)."""
 
 _TIMES = 10
-"""How many times longer than the last one a call may take before it counts as late."""
+"""A call counts as late if it takes this many times longer than the last one."""
 
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Seconds since the block began."""
+    """Yield a function that returns the seconds since the block began."""
     start = time.monotonic()
     yield lambda: time.monotonic() - start
 
 
 def limit_after(took_s: float, group: Any = None) -> float:
-    """Seconds within which every rank comes that is not late, the same on all ranks; collective.
+    """Seconds within which every rank arrives unless it is late, the same on all ranks; collective.
 
-    took_s: what a call like the awaited one took this rank just now.
+    took_s: time that a call like the awaited one just took on this rank.
     """
     told: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(told, took_s, group=group)

@@ -1,11 +1,11 @@
-"""Python programs that tests start: processes of their own that need not import torch once more.
+"""Python programs that tests start: separate processes that need not import torch again.
 
-A program is forked from a template process that has imported torch and nothing else of what is tested here. It
-gets its own environment, folder, arguments and module search path, runs as `__main__`, and ends as a Python
-program does, exit handlers included. For what must see the start of Python itself, or a launcher, use subprocess.
+A program is forked from a template process that has imported torch, but none of the tested package. It gets its own
+environment, folder, arguments and module search path, runs as `__main__`, and ends as a Python program does, exit
+handlers included. Tests of the start of Python itself, or of a launcher, use subprocess.
 
-A second template, for programs that are about what the package computes and not about how it is imported, has imported
-the package as well and translated its kernels. Where there are GPUs it is the first one: importing may touch them.
+A second template has also imported the package and translated its kernels, for programs that test results and not the
+import. With compiled kernels, on GPUs, the first template serves all programs: an import may touch GPUs.
 """
 
 import atexit
@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment_of_programs() -> dict[str, str]:
-    """Environment in which a program finds this checkout first, then what it finds anyway, and takes one thread."""
+    """Environment in which a program finds this checkout first, then the usual paths, and uses one thread."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 class Program:
-    """A running program; what it writes is there when it has ended."""
+    """A running program; its output is available after it has ended."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class Program:
         *,
         imported: bool = False,
     ) -> None:
-        """Start it.
+        """Start the program.
 
-        argv: `[path, ...]`, `["-c", code, ...]` or `["-m", module, ...]`, as behind `python`.
-        env: all of the environment; None = that of this process.
-        imported: what it runs on has imported the package of this checkout.
+        argv: `[path, ...]`, `["-c", code, ...]` or `["-m", module, ...]`, as after `python`.
+        env: the whole environment; None: the environment of this process.
+        imported: use the template that has imported the package of this checkout.
         """
-        from triton_ep.runtime.launch import INTERPRETING  # not in a template, which imports this file
+        from triton_ep.runtime.launch import INTERPRETING  # not at the top: a template imports this file
 
         self._outputs = [_shared_file(name) for name in ("stdout", "stderr")]
         self._template = _get_template(os.getpid(), imported and INTERPRETING)
@@ -65,10 +65,10 @@ class Program:
         self.args = words
 
     def wait(self, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """Its exit code and what it wrote. Once.
+        """Wait for the end; returns exit code and output. Call it once.
 
         Raises:
-            subprocess.TimeoutExpired: it still ran, and has been killed.
+            subprocess.TimeoutExpired: the program was still running, and has been killed.
         """
         ended = bool(select.select([self._pidfd], [], [], timeout_s)[0])
         if not ended:
@@ -97,7 +97,7 @@ def run_program(
 
 
 def run_ranks_of(argv: Sequence[str | Path], num_ranks: int) -> str:
-    """What the ranks of a program that must succeed write, one after the other; they start as under torchrun."""
+    """Output of all ranks of a program that must succeed, in rank order; ranks start as under torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         **environment_of_programs(),
@@ -118,9 +118,9 @@ def run_ranks_of(argv: Sequence[str | Path], num_ranks: int) -> str:
 
 
 def _shared_file(name: str) -> int:
-    """Memory that a program and its children write into. Each write goes to the end, whoever else writes meanwhile:
+    """A memory file for the output of a program and its children. Every write appends, even with concurrent writers:
 
-    without O_APPEND, Linux does not lock the position of such a file, and two ranks may write over each other.
+    without O_APPEND, Linux does not lock the position of such a file, and two ranks may overwrite each other's output.
     """
     fd = os.memfd_create(name)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
@@ -138,7 +138,7 @@ class _Template:
             call = f"programs._serve({theirs.fileno()}, {imported})"
             code = f"sys.path[:] = {sys.path!r}; from tests import programs; {call}"
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            environment.pop("PYTHONUNBUFFERED", None)  # of standard output, it decides at the start of Python
+            environment.pop("PYTHONUNBUFFERED", None)  # read at the start of Python, for standard output
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"import sys; {code}"],
                 cwd=ROOT,
@@ -165,15 +165,16 @@ class _Template:
 
 @functools.cache
 def _get_template(_owner_pid: int, imported: bool) -> _Template:
-    """The template of this process; `imported`: the one that has imported the package."""
+    """The template of this process; `imported`: the template that has imported the package."""
     template = _Template(imported)
     atexit.register(template.stop)
     return template
 
 
 def _import_package() -> None:
-    """What most programs import of it, and what that imports at its first call."""
-    for name in ("triton_ep.layer", "torch._dynamo", "triton_ep.nn", "triton_ep.integrations.te"):  # the choice first
+    """Import the modules that most programs import, and those imported at their first call."""
+    # triton_ep.layer first: it decides whether kernels are interpreted.
+    for name in ("triton_ep.layer", "torch._dynamo", "triton_ep.nn", "triton_ep.integrations.te"):
         importlib.import_module(name)
     from triton_ep.runtime.interpreter import translate_kernels
 
@@ -181,8 +182,8 @@ def _import_package() -> None:
 
 
 def _serve(control_fd: int, imported: bool) -> None:
-    """Fork a program per request until the tests are over. Returns in no process but the programs, as they end."""
-    import sympy  # noqa: F401  what dynamo and torch.testing import besides, up to what would import Triton
+    """Fork a program per request until the tests are over. Returns only in the programs, when they end."""
+    import sympy  # noqa: F401  imports of dynamo and torch.testing, except those that import Triton
     import torch
     import torch.distributed.fsdp
 
@@ -190,7 +191,7 @@ def _serve(control_fd: int, imported: bool) -> None:
     if imported:
         _import_package()
     gc.collect()
-    gc.freeze()  # a program that ends would look through all that was imported, and copy it by that
+    gc.freeze()  # else an ending program's collector would touch, and so copy, all imported objects
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
     control = socket.socket(fileno=control_fd)
     while True:
@@ -212,14 +213,14 @@ def _serve(control_fd: int, imported: bool) -> None:
 
 
 def _run(argv: list[str], environment: dict[str, str], folder: str, path: list[str], fds: list[int]) -> None:
-    """Become the program."""
+    """Turn this process into the program."""
     for number, fd in enumerate(fds, 1):
         os.dup2(fd, number)
         os.close(fd)
     interpret = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.clear()
     os.environ.update(environment)
-    if "triton_ep" in sys.modules:  # whose choice this is
+    if "triton_ep" in sys.modules:  # the package has made this choice already
         os.environ.update(interpret)
     os.chdir(folder)
     del sys.modules["tests.programs"], sys.modules["tests"]

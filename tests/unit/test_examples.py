@@ -1,4 +1,4 @@
-"""Every example runs: the first ones bare, under torchrun, under mpirun, most of the others as ranks of a job."""
+"""Every example runs: the first ones bare, under torchrun and under mpirun, most others as ranks of a job."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(LAUNCHED)]
 def _run(command: Sequence[str | Path]) -> str:
     """Output of a command that must succeed, run from the checkout, which need not be installed.
 
-    It is what stands behind `python`, or begins with mpirun, which starts Python itself.
+    command: arguments of `python`, or a command line of mpirun, which starts Python itself.
     """
     environment = environment_of_programs()
     if Path(command[0]).name == "mpirun":
@@ -46,7 +46,7 @@ def _run(command: Sequence[str | Path]) -> str:
 
 
 def _mpirun(ranks: int = LAUNCHED) -> list[str]:
-    """mpirun with some ranks here, as whoever runs the tests."""
+    """mpirun with some ranks on this host, as the current user."""
     program = shutil.which("mpirun")
     if program is None:
         pytest.skip("mpirun is not installed (Debian: apt-get install openmpi-bin)")
@@ -62,7 +62,7 @@ def _mpirun(ranks: int = LAUNCHED) -> list[str]:
     ids=lambda value: value.stem if isinstance(value, Path) else value if value.isalpha() else "",
 )
 def test_example_prints_one_line_per_rank(path: Path, line: str, launcher: str) -> None:
-    """All three ways to start give ranks that check what they got: 4, or as many as the launcher was told."""
+    """Every way to start gives ranks that check their rows: 4 when started bare, else the launcher's number."""
     command = {"bare": lambda: BARE, "torchrun": lambda: TORCHRUN, "mpirun": _mpirun}[launcher]()
     num_ranks = RANKS if launcher == "bare" else LAUNCHED
     ranks = re.findall(rf"^rank (\d) of {num_ranks}: {line}$", _run([*command, path]), re.MULTILINE)
@@ -71,12 +71,12 @@ def test_example_prints_one_line_per_rank(path: Path, line: str, launcher: str) 
 
 @pytest.mark.parametrize("path", [SYMMETRIC_HEAP, DISPATCH_COMBINE], ids=lambda path: path.stem)
 def test_example_runs_as_one_rank(path: Path) -> None:
-    """As on a machine with one GPU; a launcher that starts a single rank is one, too."""
+    """Examples run as one rank, as on a machine with one GPU, under a launcher."""
     assert _run([*_mpirun(1), path]).startswith("rank 0 of 1: ")
 
 
 def test_mxfp8_example_shows_bytes_and_error() -> None:
-    """Every rank has its bytes and its error, and rank 0 the ratio that follows from the format."""
+    """Every rank prints its bytes and error, and rank 0 the ratio that follows from the format."""
     output = run_ranks_of([MXFP8], LAUNCHED)
     pattern = rf"^rank (\d) of {LAUNCHED}: sent (\d+) rows in (\d+) bytes, not (\d+); received \d+ with ([\d.]+) dB"
     lines = re.findall(pattern, output, re.MULTILINE)
@@ -88,7 +88,7 @@ def test_mxfp8_example_shows_bytes_and_error() -> None:
 
 
 def test_moe_layer_example_compares_every_gradient() -> None:
-    """The table has a line per rank with a number per gradient; the example itself asserts that they suffice."""
+    """The table has a line per rank with a number per gradient; the example asserts that they suffice."""
     lines = run_ranks_of([MOE_LAYER], LAUNCHED).splitlines()
     assert lines[1].split() == ["rank", "y", "dx", "dw13", "dw2", "drouter"]
     least = [float(cell) for cell in lines[-1].split()[1:]]
@@ -100,7 +100,7 @@ def test_moe_layer_example_compares_every_gradient() -> None:
 
 
 def test_training_example_compares_the_losses(tmp_path: Path) -> None:
-    """Both losses fall together, are stored, and are drawn. (Few steps and ranks: CPU ranks take their time.)"""
+    """Both losses fall together, are stored, and are drawn. (Few steps and ranks, because CPU ranks are slow.)"""
     ranks, picture, rows = min(RANKS, 2), tmp_path / "losses.png", tmp_path / "losses.csv"
     words = ["--steps", "3", "--length", "8", "--out", picture, "--csv", rows]
     output = _run([*_mpirun(ranks), TRAIN_STEP, *words])
@@ -117,7 +117,7 @@ def test_training_example_compares_the_losses(tmp_path: Path) -> None:
 
 
 def test_language_model_example_trains_saves_loads_and_decodes(tmp_path: Path) -> None:
-    """Its own assertions hold; the picture is there, and the prompt is continued."""
+    """The example's assertions hold, the picture is written, and the prompt is continued."""
     words = ["--steps", "3", "--blocks", "1", "--length", "8", "--write", "3", "--folder", tmp_path]
     output = run_ranks_of([MOE_LM, *words], LAUNCHED)
     ranks, ep = LAUNCHED, max(LAUNCHED // 2, 1)
@@ -134,21 +134,21 @@ def test_language_model_example_trains_saves_loads_and_decodes(tmp_path: Path) -
 
 
 def test_overlap_example_is_right_on_every_rank() -> None:
-    """Each rank compares what came back in every step, and says so."""
+    """Each rank checks the returned rows in every step, and reports it."""
     pattern = rf"^rank (\d) of {LAUNCHED}: 3 steps of 2 micro-batches, .+ are right$"
     lines = re.findall(pattern, run_ranks_of([OVERLAP], LAUNCHED), re.MULTILINE)
     assert sorted(map(int, lines)) == list(range(LAUNCHED))
 
 
 def test_megatron_example_has_the_bits_of_the_dense_layer() -> None:
-    """Each rank compares outputs and gradients, and says so."""
+    """Each rank compares outputs and gradients, and reports it."""
     pattern = rf"^rank (\d) of {LAUNCHED}: \d+ tokens, the bits of .+$"
     lines = re.findall(pattern, run_ranks_of([MEGATRON], LAUNCHED), re.MULTILINE)
     assert sorted(map(int, lines)) == list(range(LAUNCHED))
 
 
 def test_page_quotes_the_examples() -> None:
-    """What the how-to pages call a quotation is one, line by line."""
+    """Code that the how-to pages quote is in the examples, line by line."""
     paths = []
     for name, depth in (("train-a-moe-layer", 8), ("overlap", 12)):
         page = (ROOT / f"docs/how-to/{name}.md").read_text()
@@ -161,5 +161,5 @@ def test_page_quotes_the_examples() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_says_how_to_run_it(path: Path) -> None:
-    """The first lines name the command."""
+    """Each example names its command."""
     assert f"python examples/{path.name}" in path.read_text()

@@ -1,4 +1,4 @@
-"""What a pool of ranks promises: results by rank, errors with their origin, no hang, nothing left behind."""
+"""Guarantees of a pool of ranks: results by rank, errors with their origin, no hangs, no leftover processes."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two host ranks, whatever backend the suite runs on: these promises are about processes."""
+    """Two host ranks, whatever backend the suite runs on: these guarantees concern processes."""
     with RankPool(2) as pool:
         yield pool
 
@@ -135,7 +135,7 @@ def _chaos_seen(rank: int) -> list[int | None]:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (2, 2)])
 def test_every_rank_runs_and_answers(run_ranks: Callable[..., list[Any]], nodes: int, ranks_per_node: int) -> None:
-    """The fixture of all other tests: results come back by rank, the ranks form one job."""
+    """`run_ranks` returns results by rank, and its ranks form one job."""
     world_size = nodes * ranks_per_node
     total = world_size * (world_size - 1) // 2
     expected = [(rank, nodes, ranks_per_node, total) for rank in range(world_size)]
@@ -143,24 +143,24 @@ def test_every_rank_runs_and_answers(run_ranks: Callable[..., list[Any]], nodes:
 
 
 def test_large_arguments_and_results_pass(pool: RankPool) -> None:
-    """Tensors beyond any pipe's buffer go both ways, keyword arguments as well."""
+    """Tensors larger than any pipe's buffer pass both ways, and so do keyword arguments."""
     results = pool.run(_fill, torch.zeros(1 << 20), value=1.0)
     assert [result.unique().tolist() for result in results] == [[1.0], [2.0]]
 
 
 def test_ranks_do_not_fight_for_cores(pool: RankPool) -> None:
-    """One thread each, loopback only, kernels interpreted."""
+    """Ranks have one thread each, use only loopback, and interpret kernels."""
     assert pool.run(_settings) == [(1, "1", "lo", "1")] * 2
 
 
 def test_running_pool_is_reused(pool: RankPool) -> None:
-    """The processes stay from case to case."""
+    """Processes stay from case to case."""
     first = pool.run(_pid)
     assert all(pool.run(_pid) == first for _ in range(3))
 
 
 def test_restart_makes_new_ranks(pool: RankPool) -> None:
-    """New ranks are forked from a process that has imported everything."""
+    """A restarted pool has new ranks, forked from a process that has imported everything."""
     before = pool.run(_pid)
     pool.kill()
     pool.start()
@@ -171,7 +171,7 @@ def test_restart_makes_new_ranks(pool: RankPool) -> None:
 
 
 def test_exception_keeps_its_type_and_tells_its_origin(pool: RankPool) -> None:
-    """The caller catches what the rank raised, with the rank and the line that raised it."""
+    """The caller catches the rank's exception, with notes that name the rank and the line."""
     with pytest.raises(InputError, match="expert 99") as caught:
         pool.run(_reject_on_rank_1)
     notes = "\n".join(caught.value.__notes__)
@@ -181,7 +181,7 @@ def test_exception_keeps_its_type_and_tells_its_origin(pool: RankPool) -> None:
 
 
 def test_exceptions_can_be_returned(pool: RankPool) -> None:
-    """Each rank's own outcome, for tests of who sees what."""
+    """With return_exceptions each rank's own outcome is returned."""
     fine, error = pool.run(_reject_on_rank_1, return_exceptions=True)
     assert fine == "fine"
     assert isinstance(error, InputError)
@@ -201,7 +201,7 @@ def test_cause_is_raised_rather_than_its_echo(pool: RankPool) -> None:
 
 
 def test_failure_frees_peers_in_a_collective(pool: RankPool) -> None:
-    """A peer that nobody can wake is ended after the grace time, and the pool works again."""
+    """A peer stuck in a collective is ended after the grace time, and the pool works again."""
     with pytest.raises(KeyError, match="rank one"):
         pool.run(_fail_while_peer_is_in_a_collective, timeout_s=LIMIT_S, grace_s=0.5)
     assert len(pool.run(_pid)) == 2
@@ -214,14 +214,14 @@ def test_outcome_of_pytest_in_a_rank_is_described(pool: RankPool) -> None:
 
 
 def _limit(pool: RankPool) -> float:
-    """Seconds in which a rank that does nothing has surely answered."""
+    """Seconds within which a rank that does nothing surely answers."""
     with stopwatch() as took:
         pool.run(_pid)
         return max(0.5, 20 * took())
 
 
 def test_hang_shows_the_stack_of_every_rank(pool: RankPool) -> None:
-    """The message says who is late and where; the late are gone afterwards."""
+    """The message names late ranks and shows their stacks; all ranks are ended."""
     before = pool.run(_pid)
     with pytest.raises(RankHang, match=r"ranks \[1\] of 2 did not finish within .* s") as caught:
         pool.run(_sleep_for_ever, timeout_s=_limit(pool))
@@ -232,13 +232,13 @@ def test_hang_shows_the_stack_of_every_rank(pool: RankPool) -> None:
 
 
 def test_stopped_rank_is_a_hang_too(pool: RankPool) -> None:
-    """A process that cannot even write its stack is named and ended."""
+    """A stopped process, which cannot write its stack, is named and ended."""
     with pytest.raises(RankHang, match="no Python stack"):
         pool.run(_stop_itself, timeout_s=_limit(pool))
 
 
 def test_segmentation_fault_is_named_with_its_stack(pool: RankPool) -> None:
-    """Signal, rank and Python frame of a wild read, as a kernel makes it."""
+    """A wild read, as of a kernel, is reported with signal, rank and Python frame."""
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was ended by SIGSEGV") as caught:
         pool.run(_read_address_8)
     assert "in _read_address_8" in str(caught.value)
@@ -247,13 +247,13 @@ def test_segmentation_fault_is_named_with_its_stack(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(("how", "message"), [("kill", "ended by SIGKILL"), ("exit", "ended with exit code 3")])
 def test_vanished_rank_is_named(pool: RankPool, how: str, message: str) -> None:
-    """Other ways to go without an answer."""
+    """Ranks that end without an answer are named."""
     with pytest.raises(RankError, match=f"rank 0 .* {message}"):
         pool.run(_end, how)
 
 
 def test_rank_that_died_between_cases_is_reported(pool: RankPool) -> None:
-    """The next case tells, and the one after it runs."""
+    """The next case reports the death, and the one after it runs."""
     os.kill(pool.run(_pid)[1], signal.SIGKILL)
     with pytest.raises(RankError, match=r"rank 1 .* SIGKILL"):
         pool.run(_pid)
@@ -289,7 +289,7 @@ def _pytest(*arguments: str) -> str:
 
 
 def test_chaos_seeds_repeat_the_tests_with_ranks_only() -> None:
-    """Those that take `run_ranks` run plain and under each seed, sorted by world size; others run once."""
+    """Tests with `run_ranks` run plain and under each seed, sorted by world size; others run once."""
     lines = _pytest("--collect-only", "--chaos-seeds", "1,2", "tests/unit/test_rank_pool.py").splitlines()
     repeated = [line.partition("answers")[2] for line in lines if "every_rank_runs_and_answers" in line]
     modes = ("plain", "chaos1", "chaos2")
@@ -302,7 +302,7 @@ def test_chaos_seeds_repeat_the_tests_with_ranks_only() -> None:
 
 @pytest.mark.skipif(most_gpu_ranks() >= 4, reason="there are enough GPUs for the case")
 def test_gpu_ranks_that_the_machine_lacks_are_skipped_by_number() -> None:
-    """`--backend nvshmem` says how many GPUs a case needs and how many there are."""
+    """With `--backend nvshmem` the reason says how many GPUs a case needs and how many exist."""
     out = _pytest("--backend", "nvshmem", "tests/unit/test_rank_pool.py", "-k", "every_rank and 2-2")
     assert f"needs 4 or more GPUs, there are {most_gpu_ranks()}" in out
 
@@ -311,7 +311,7 @@ def test_gpu_ranks_that_the_machine_lacks_are_skipped_by_number() -> None:
 
 
 def test_function_that_ranks_cannot_import_is_refused(pool: RankPool) -> None:
-    """Said before anything is sent: local functions, lambdas, functions of a script."""
+    """Local functions, lambdas and functions of a script are refused before anything is sent."""
     with pytest.raises(InputError, match="top level of a module"):
         pool.run(lambda rank: rank)
     done = run_program(["-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"])
@@ -319,7 +319,7 @@ def test_function_that_ranks_cannot_import_is_refused(pool: RankPool) -> None:
 
 
 def test_impossible_pools_are_refused() -> None:
-    """Unknown backend, no rank, more GPU ranks than GPUs, chaos with compiled kernels."""
+    """Unknown backend, no rank, and more GPU ranks than GPUs are refused."""
     with pytest.raises(ConfigError, match="backend is 'mpi'"):
         RankPool(2, "mpi")
     with pytest.raises(ConfigError, match="at least 1"):
@@ -329,7 +329,7 @@ def test_impossible_pools_are_refused() -> None:
 
 
 def test_chaos_seed_holds_for_one_case(pool: RankPool) -> None:
-    """Each rank gets a seed of its own, and none when the case is over."""
+    """Each rank gets a seed of its own, and none after the case."""
     pool.run(_record_chaos)
     pool.run(_pid, chaos_seed=5)
     pool.run(_pid)
@@ -337,7 +337,7 @@ def test_chaos_seed_holds_for_one_case(pool: RankPool) -> None:
 
 
 def test_ranks_that_are_not_forked_keep_the_same_promises() -> None:
-    """GPU ranks are fresh processes; the same way with the host backend."""
+    """Fresh processes, as GPU ranks are, keep the guarantees with the host backend."""
     with RankPool(2) as pool:
         pool._fresh = True
         before = pool.run(_pid)
@@ -351,7 +351,7 @@ def test_ranks_that_are_not_forked_keep_the_same_promises() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -365,7 +365,7 @@ def _descendants(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("how", ["killed", "returns"])
 def test_ranks_end_with_their_owner(how: str) -> None:
-    """kill -9 of the process that owns a pool, ranks busy, and its plain end: nothing survives."""
+    """No rank survives a kill -9 of the pool's owner while ranks are busy, nor the owner's normal end."""
     code = (
         "import os, signal, sys, threading\n"
         "from tests.unit.test_rank_pool import _pid, _sleep_for_ever\n"

@@ -1,4 +1,4 @@
-"""The combine oracle against a loop over tokens, and the tolerance against sums in other orders."""
+"""The combine oracle compared with a loop over tokens, and the tolerance with sums in other orders."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def _moe(
 def test_equals_the_moe_without_any_dispatch(
     tokens: list[int], num_experts: int, topk: int, kind: str, alignment: int, weighted: bool
 ) -> None:
-    """Token by token: the experts applied where the token is, summed over k in float32, rounded once."""
+    """Equals, token by token, local experts summed over k in float32 and rounded once."""
     works, results, ys = _moe(tokens, num_experts, topk, kind, alignment)
     row_weights = [result.recv_weights for result in results] if weighted else None
     for rank, work in enumerate(works):
@@ -48,13 +48,13 @@ def test_equals_the_moe_without_any_dispatch(
 
 
 def test_order_of_k_and_one_rounding() -> None:
-    """2**24 + 1 + 1: in the order of k both ones are lost, in another order they are not."""
+    """2**24 + 1 + 1 loses both ones in the order of k, but not in another order."""
     x = torch.ones(1, 1)
     result = dispatch([x], [torch.tensor([[0, 1, 2]])], None, 0, 3)
     y = torch.tensor([[2.0**24], [1.0], [1.0]])
     assert combine([y], [result], 0, torch.float32).item() == 2.0**24
     assert combine([y.flip(0)], [result], 0, torch.float32).item() == 2.0**24 + 2
-    # 256 + 1 is no bf16 number: rounding each partial sum would lose both ones.
+    # 257 is no bf16 number: rounding each partial sum would lose both ones.
     y = torch.tensor([[256.0], [1.0], [1.0]])
     assert combine([y], [result], 0, torch.bfloat16).item() == 258
 
@@ -68,7 +68,7 @@ def test_weights_multiply_in_float32() -> None:
 
 
 def test_dropped_and_no_tokens() -> None:
-    """A token without kept copies is zero; no tokens give no rows."""
+    """A token without assignments is zero; no tokens give no rows."""
     result = dispatch([torch.ones(2, 3)], [torch.tensor([[-1, 2], [0, -1]])], None, 0, 2)
     got = combine([result.recv_x], [result], 0, torch.float32)
     assert got.tolist() == [[0, 0, 0], [1, 1, 1]]
@@ -77,7 +77,7 @@ def test_dropped_and_no_tokens() -> None:
 
 
 def test_tolerance_covers_other_orders_and_is_not_slack() -> None:
-    """Sums of partial sums in bf16, in any order, are inside; a lost copy is outside."""
+    """Sums of bf16 partial sums in any order are within the tolerance; a lost row is not."""
     generator = torch.Generator().manual_seed(0)
     result = dispatch([torch.ones(1, 512)], [torch.tensor([[0, 1, 2, 3]])], None, 0, 4)
     y = torch.randn(4, 512, generator=generator).bfloat16()

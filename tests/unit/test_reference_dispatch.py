@@ -1,4 +1,4 @@
-"""The dispatch oracle against a loop that appends rows to a list, and against cases worked out by hand."""
+"""The dispatch oracle compared with a loop that appends rows to a list, and with cases worked out by hand."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from triton_ep.testing import Workload, make_workload
 
 
 def _loop(works: list[Workload], rank: int, num_experts: int, alignment: int) -> tuple[list, list, list, list]:
-    """(source or None per row, offsets, real rows per expert, weights) of what `rank` receives."""
+    """(source or None per row, offsets, real rows per expert, weights) of the rows that `rank` receives."""
     experts_per_rank = num_experts // len(works)
     rows: list[tuple[int, int, int] | None] = []
     weights: list[float] = []
@@ -38,7 +38,7 @@ def _loop(works: list[Workload], rank: int, num_experts: int, alignment: int) ->
     ids=["W1", "W4", "nothing", "W8"],
 )
 def test_equals_a_plain_loop(kind: str, alignment: int, tokens: list[int], num_experts: int, topk: int) -> None:
-    """Data, weights, offsets, counts, sources and destinations on every rank, token counts unequal."""
+    """Data, weights, offsets, counts, sources and destinations agree on every rank, with unequal token counts."""
     world_size = len(tokens)
     sizes = {"hidden": 12, "topk": topk, "num_experts": num_experts, "routing": kind, "seed": 3}
     works = [make_workload(rank, world_size, n, **sizes) for rank, n in enumerate(tokens)]
@@ -66,7 +66,7 @@ def test_equals_a_plain_loop(kind: str, alignment: int, tokens: list[int], num_e
 
 
 def test_a_case_by_hand() -> None:
-    """Two ranks, four experts: expert-major, then source rank, then token and k; both marks of a drop."""
+    """Two ranks, four experts: rows by expert, source rank, token and k; both marks of dropped ids."""
     xs = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])]
     idxs = [torch.tensor([[1, 0], [1, -1]]), torch.tensor([[4, 1]])]
     got = dispatch(xs, idxs, None, 0, 4)
@@ -80,7 +80,7 @@ def test_a_case_by_hand() -> None:
 
 
 def test_padding_by_hand() -> None:
-    """alignment=4: segments start at multiples of 4, an empty expert takes no rows, padding is zero."""
+    """With alignment=4 segments start at multiples of 4, an empty expert has no rows, padding is zero."""
     xs, idxs = [torch.ones(3, 2)], [torch.tensor([[0], [2], [0]])]
     got = dispatch(xs, idxs, [torch.full((3, 1), 0.5)], 0, 3, alignment=4)
     assert got.expert_offsets.tolist() == [0, 4, 4, 8]
@@ -90,14 +90,14 @@ def test_padding_by_hand() -> None:
 
 
 def test_same_expert_twice_in_a_token_is_two_rows() -> None:
-    """Each copy has its row and its own weight."""
+    """Each assignment has a row and a weight of its own."""
     got = dispatch([torch.ones(1, 1)], [torch.tensor([[1, 1]])], [torch.tensor([[0.25, 0.75]])], 0, 2)
     assert got.recv_weights.tolist() == [0.25, 0.75]
     assert got.src.tolist() == [[0, 0, 0], [0, 0, 1]]
 
 
 def test_given_scatter_indices_decide_the_order_inside_an_expert() -> None:
-    """The computed ones change nothing; a permutation inside one expert permutes rows inside it only."""
+    """The computed indices change nothing; a permutation inside one expert permutes only that expert's rows."""
     xs = [torch.tensor([[1.0], [2.0], [3.0]])]
     idxs = [torch.tensor([[1], [0], [1]])]
     computed = routing(idxs[0], 2, 1, 1).full_scatter_indices
@@ -118,7 +118,7 @@ def test_any_payload_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num_experts", "alignment"), [(3, 1), (4, 0)])
 def test_impossible_sizes_are_refused(num_experts: int, alignment: int) -> None:
-    """Experts are spread evenly, segments start at multiples of at least 1."""
+    """Experts must divide evenly among ranks, and the alignment must be at least 1."""
     x, idx = torch.ones(1, 1), torch.zeros(1, 1)
     with pytest.raises(ValueError, match="alignment"):
         dispatch([x, x], [idx, idx], None, 0, num_experts, alignment)

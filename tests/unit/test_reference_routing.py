@@ -1,4 +1,4 @@
-"""The routing oracle against a loop that counts with dictionaries, and against cases worked out by hand."""
+"""The routing oracle compared with a loop that counts with dictionaries, and with cases worked out by hand."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from triton_ep.testing import make_workload
 
 
 def _loop(idx: list[list[int]], num_experts: int, world_size: int, ranks_per_node: int) -> dict[str, list]:
-    """The same by reading copies one after the other."""
+    """The same result, computed from one (token, k) entry after the other."""
     experts_per_rank = num_experts // world_size
     counts = [0] * num_experts
     seen_rank: dict[int, int] = {}
@@ -53,7 +53,7 @@ def _loop(idx: list[list[int]], num_experts: int, world_size: int, ranks_per_nod
 def test_equals_a_plain_loop(
     kind: str, world_size: int, ranks_per_node: int, num_experts: int, topk: int, num_tokens: int
 ) -> None:
-    """Counts, slots and scatter positions, for every routing and several topologies, int32 and int64 ids."""
+    """Counts, slots and scatter positions agree, for every routing, several topologies, int32 and int64 ids."""
     sizes = {"hidden": 4, "topk": topk, "num_experts": num_experts, "routing": kind, "drop": 0.2}
     for rank, idx_dtype in enumerate((torch.int32, torch.int64)[:world_size]):
         work = make_workload(rank, world_size, num_tokens, **sizes).with_ids(idx_dtype)
@@ -66,26 +66,26 @@ def test_equals_a_plain_loop(
 
 
 def test_a_case_by_hand() -> None:
-    """3 tokens, 2 copies, 4 ranks of 2 experts in 2 nodes: every number can be checked by eye."""
+    """3 tokens with top-2, 4 ranks of 2 experts in 2 nodes: every number can be checked by eye."""
     idx = torch.tensor([[6, 7], [0, 6], [8, 2]])
     got = routing(idx, 8, 4, 2)
     assert got.counts.tolist() == [1, 0, 1, 0, 0, 0, 2, 1]
     assert got.slot.tolist() == [[0, 0], [0, 1], [-1, 0]]
-    # Token 0 goes to rank 3 twice and is counted there once; token 1 is the second that goes there.
+    # Token 0 has two assignments for rank 3 and counts once there; token 1 is the second token for rank 3.
     assert got.rank_slot.tolist() == [[0, -1], [0, 1], [-1, 0]]
     assert got.node_slot.tolist() == [[0, -1], [0, 1], [-1, 1]]
     assert got.full_scatter_indices.tolist() == [[2, 4], [0, 3], [5, 1]]
 
 
 def test_both_marks_of_a_dropped_copy_sort_last_in_order() -> None:
-    """-1 and E are one class: neither sorts before the other, both after every expert."""
+    """-1 and E sort as equals, after every expert."""
     got = routing(torch.tensor([[-1, 1], [2, -1], [0, 2]]), 2, 1, 1)
     assert got.full_scatter_indices.tolist() == [[2, 1], [3, 4], [0, 5]]
     assert got.counts.tolist() == [1, 1]
 
 
 def test_same_expert_twice_in_a_token_has_two_slots() -> None:
-    """Duplicates are separate copies, in the order of k."""
+    """Duplicates are separate assignments, in the order of k."""
     got = routing(torch.tensor([[1, 1, 1]]), 2, 2, 1)
     assert got.slot.tolist() == [[0, 1, 2]]
     assert got.rank_slot.tolist() == [[0, -1, -1]]
@@ -107,6 +107,6 @@ def test_ids_out_of_range_are_refused(wrong: int, where: str) -> None:
 
 @pytest.mark.parametrize(("num_experts", "world_size", "ranks_per_node"), [(5, 2, 1), (4, 4, 3)])
 def test_uneven_division_is_refused(num_experts: int, world_size: int, ranks_per_node: int) -> None:
-    """Experts are spread evenly over ranks, ranks over nodes."""
+    """Experts must divide evenly among ranks, and ranks among nodes."""
     with pytest.raises(ValueError, match="not a multiple"):
         routing(torch.zeros(1, 1), num_experts, world_size, ranks_per_node)

@@ -1,4 +1,4 @@
-"""What a release says of itself: supported versions, extras, addresses. Each fact is written once; the rest agrees."""
+"""Facts of a release: supported versions, extras, addresses. Each has one source, and all other places agree."""
 
 import re
 import tomllib
@@ -16,13 +16,13 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 def _requirement(name: str) -> str:
-    """What pyproject.toml must say of a package, by the table."""
+    """Requirement of a package that pyproject.toml must have, by the table."""
     versions = SUPPORTED[name]
     return f"{name}>={versions['min']}" + (f",<{versions['below']}" if "below" in versions else "")
 
 
 def test_pyproject_asks_for_what_is_supported() -> None:
-    """Least versions, the range of numpy, Python and its classifiers."""
+    """Least versions, the range of numpy, Python and the classifiers agree with the table."""
     assert PROJECT["dependencies"] == [_requirement(name) for name in ("torch", "triton", "numpy")]
     assert PROJECT["requires-python"] == f">={SUPPORTED['python']['min']}"
     classifiers = [text.rpartition(" :: ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.", text)]
@@ -32,7 +32,7 @@ def test_pyproject_asks_for_what_is_supported() -> None:
 
 
 def test_the_table_is_sane() -> None:
-    """What is tested, and what `make` installs, lies inside the range, in order; each CUDA version has its extra."""
+    """Tested versions and those that `make` installs lie in the range, in order; each CUDA version has an extra."""
     for name, versions in SUPPORTED.items():
         tested = [version_tuple(text) for text in versions.get("tested", []) if isinstance(text, str)]
         assert all(one < other for one, other in pairwise(tested)), name
@@ -46,7 +46,7 @@ def test_the_table_is_sane() -> None:
 
 
 def test_readme_says_what_is_supported() -> None:
-    """README's table, cell by cell."""
+    """README's table agrees, cell by cell."""
     cells = dict(re.findall(r"^\| (\S+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
     numpy = version_tuple(SUPPORTED["numpy"]["below"])
     assert cells["Python"] == f"{SUPPORTED['python']['min']} and later"
@@ -57,7 +57,7 @@ def test_readme_says_what_is_supported() -> None:
 
 
 def test_extras_agree_on_nvshmem() -> None:
-    """One range of the library wherever it is asked for; the tests' own version lies in it, and is tested."""
+    """All extras but the tests' have one range of the library; the tests pin a tested version."""
     asked = [text for name, needs in EXTRAS.items() if name != "test" for text in needs if "nvidia-nvshmem" in text]
     expected = {f"nvidia-nvshmem-cu{major}{_requirement('nvshmem')[7:]}" for major in SUPPORTED["cuda"]["majors"]}
     assert set(asked) == expected
@@ -78,12 +78,12 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_addresses_are_those_of_the_table(page: Path) -> None:
-    """Placeholders are replaced in one table, `project.urls`; a page that keeps an old one fails here."""
+    """Addresses come from one table, `project.urls`; a page with another address fails here."""
     assert set(ADDRESS.findall(page.read_text())) <= set(PROJECT["urls"].values())
 
 
 def test_where_addresses_must_be() -> None:
-    """SECURITY.md and the issue templates lead to the addresses of the table; reports ask for `doctor --full`."""
+    """SECURITY.md and the issue templates have the table's addresses; reports request `doctor --full`."""
     urls = PROJECT["urls"]
     templates = ROOT / ".github/ISSUE_TEMPLATE"
     assert f"<{urls['Security']}>" in (ROOT / "SECURITY.md").read_text()

@@ -1,4 +1,4 @@
-"""The file by which ranks of one host meet: what others have put in its place."""
+"""The file by which ranks of a host meet, if something else is in its place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _note(job: str) -> Path:
 
 
 def test_a_folder_in_its_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 says what is in the way, and leaves no draft."""
+    """Rank 0 names the obstacle, and leaves no draft."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     note = _note("a job")
     note.mkdir()
@@ -35,10 +35,10 @@ def test_a_folder_in_its_place_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["symlink", "folder", "text"])
 def test_only_a_note_of_rank_0_is_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything else in its place is passed over until rank 0 has put its note there."""
+    """Anything else in its place is ignored until rank 0 has written its note there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     note, good = _note("a job"), f"{os.getpid()} {rendezvous._start_ticks(os.getpid())} 1234"
-    if kind == "symlink":  # to a file that says something, though not at this place
+    if kind == "symlink":  # to a valid note at another place
         (tmp_path / "other").write_text(good.replace("1234", "99"))
         note.symlink_to(tmp_path / "other")
     elif kind == "folder":

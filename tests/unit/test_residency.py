@@ -1,4 +1,4 @@
-"""Programs that wait leave room for what they wait for, and a budget of multiprocessors is kept: by numbers."""
+"""Waiting programs leave room for the programs that they wait for, and grids keep a budget of multiprocessors."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -43,18 +43,18 @@ H200 = 132
 
 
 def test_programs_of_a_multiprocessor() -> None:
-    """Registers, warps, shared memory, or the number of programs is what runs out first."""
+    """Registers, warps, shared memory or the number of programs limits the programs of a multiprocessor."""
     assert [per_multiprocessor(each) for each in (PUSH, WIDE_PUSH, EXPAND, FORWARD, SEND)] == [2, 1, 4, 1, 1]
     assert per_multiprocessor(Program(16, 32)) == 4  # warps
     assert per_multiprocessor(Program(1, 16, 0)) == 32  # programs
     assert per_multiprocessor(Program(1, 16, 100 * 1024)) == 2  # shared memory
     assert [per_multiprocessor(PUSH, EXPAND, times) for times in range(5)] == [2, 1, 1, 0, 0]
     assert [per_multiprocessor(SEND, EXPAND, times) for times in (0, 1)] == [1, 0]
-    assert per_multiprocessor(Program(4, 121)) == per_multiprocessor(EXPAND)  # in steps of eight registers
+    assert per_multiprocessor(Program(4, 121)) == per_multiprocessor(EXPAND)  # registers come in steps of eight
 
 
 def test_a_plan_declares_the_most_that_its_programs_take() -> None:
-    """Of warps and registers: by the plan, else by the kernel, else what a multiprocessor has."""
+    """Warps and registers come from the plan, else from the kernel, else from the hardware's limit."""
     plan = Plan("dispatch_expand_kernel", num_warps=4, maxnreg=128)
     assert Program.declared(plan, 1)[:2] == (4, 128)
     assert Program.declared(Plan("internode_send_kernel"), 16)[:2] == (16, 128)
@@ -64,7 +64,7 @@ def test_a_plan_declares_the_most_that_its_programs_take() -> None:
 
 @pytest.mark.parametrize(("waiting", "needed"), list(itertools.product(PROGRAMS, PROGRAMS)))
 def test_what_is_waited_for_finds_room(waiting: Program, needed: Program) -> None:
-    """Over every way to place the waiting programs on a small GPU, all that they wait for fits at the same time."""
+    """For every placement of the waiting programs on a small GPU, all programs that they wait for fit as well."""
     most_on_one = per_multiprocessor(waiting)
     for multiprocessors, num_needed in ((1, 1), (2, 1), (3, 2), (3, 4)):
         found = most_waiting(multiprocessors, waiting, needed, num_needed)
@@ -75,7 +75,7 @@ def test_what_is_waited_for_finds_room(waiting: Program, needed: Program) -> Non
 
 
 def test_grids_that_would_hang_are_not_made() -> None:
-    """400 waiting programs would leave a push no room, and so would 168 one of 32 warps: two layers have fewer."""
+    """400 waiting programs would leave no room for a push, nor 168 for one of 32 warps: two layers launch fewer."""
     assert most_waiting(H200, EXPAND, PUSH, 20) == 356
     assert most_waiting(H200, EXPAND, WIDE_PUSH, 20) == H200 - 20
     assert Expanding(H200, 20, None, True, True).programs(EXPAND, (PUSH,)) == 168
@@ -88,7 +88,7 @@ def test_grids_that_would_hang_are_not_made() -> None:
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 20, 24, 64, 1000])
 @pytest.mark.parametrize("senders", [(PUSH,), (WIDE_PUSH,), (Program(8, 64),), (PUSH, SEND, FORWARD)])
 def test_a_dispatch_keeps_its_budget(multiprocessors: int, budget: int, senders: tuple[Program, ...]) -> None:
-    """What sends and what expands add up to no more; expanding gets a part of it; and nothing hangs."""
+    """Sending and expanding programs together keep the budget, expanding ones get a part of it, and nothing hangs."""
     one_node = len(senders) == 1
     config = EPConfig(4096, 7168, 8, 256, 0, 8, 8 if one_node else 4, num_sm=20, sm_budget=budget)
     largest = max(share_of_one(each) for each in senders)
@@ -110,7 +110,7 @@ def test_a_dispatch_keeps_its_budget(multiprocessors: int, budget: int, senders:
 @pytest.mark.parametrize("pull", [Program(32, 64), Program(8, 80)])
 @pytest.mark.parametrize("reduce", [Program(32, 64), Program(8, 80), Program(4, 160)])
 def test_a_combine_keeps_its_budget(budget: int, reduce: Program, pull: Program) -> None:
-    """Sums and pulls together, where they are there together; else each of them."""
+    """Sums and pulls keep the budget together if they overlap, else each by itself."""
     both = budgeted_combine(budget, reduce, pull, True)
     assert both.publishing >= 1 and both.pulling >= 1
     shares = both.publishing * share_of_one(reduce), both.pulling * share_of_one(pull)
@@ -122,7 +122,7 @@ def test_a_combine_keeps_its_budget(budget: int, reduce: Program, pull: Program)
 
 
 def test_a_budget_limits_the_programs_of_a_layer() -> None:
-    """num_sm is at most the budget, half of it between nodes; layers of low latency have none."""
+    """num_sm is at most the budget, or half of it between nodes; low-latency layers have no budget."""
     sizes = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 8, "rank": 0, "world_size": 4}
     assert EPConfig(**sizes, local_world_size=4, num_sm=20, sm_budget=24).num_sm == 20
     assert EPConfig(**sizes, local_world_size=4, num_sm=20, sm_budget=8).num_sm == 8
@@ -134,7 +134,7 @@ def test_a_budget_limits_the_programs_of_a_layer() -> None:
 
 
 def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
-    """Inside a node; kernels of several nodes, and of short rows, are the same with and without."""
+    """Sums take a third inside a node; plans for several nodes and for short rows ignore the budget."""
     shape = Shape(4096, 7168, 8, 256, 8, 8, enable_local_combine=True)
     for plan in (lambda s: exchange.reduce(s, False), lambda s: exchange.pull(s, False, True)):
         assert share_of_one(Program.declared(plan(replace(shape, budgeted=True)), 32)) == Fraction(1, 3)
@@ -144,7 +144,7 @@ def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
 
 
 def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() -> None:
-    """32 ranks of 1024 tokens: rows of up to 31 tiles of 1024 elements; half the tokens may have longer ones."""
+    """32 ranks of 1024 tokens may have rows of up to 31 tiles of 1024 elements; with half the tokens, longer rows."""
     assert (
         2**low_latency_combine._TURN.value == low_latency_combine._ONE_TURN.value == low_latency.MOST_REDUCING + 2**13
     )
@@ -157,19 +157,19 @@ def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() 
 
 
 def test_fewer_programs_wait_in_a_combine_of_low_latency_than_its_kernel_counts_beside_those() -> None:
-    """Half of the smallest programs that fit on a GPU with 256 multiprocessors, more than there is."""
+    """Half of the smallest programs that fit on 256 multiprocessors, more than any GPU has, stay below the limit."""
     assert tuning.half_of(256, Program(1, 1)) < 2**13
 
 
 @dataclass(eq=False)
 class _Launched:
-    """A launcher, as grids see it."""
+    """The part of a launcher that grids use."""
 
     program: Program
 
 
 def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a budget of 24: 20 programs that push, 56 that expand, 112 once they turn out to be half as large."""
+    """A budget of 24 allows 20 pushing and 56 expanding programs, or 112 once these turn out to be half as large."""
     monkeypatch.setattr(tuning, "INTERPRETING", False)
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
     device = torch.device("cpu")
@@ -198,7 +198,7 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("warps", [1, 4, 8, 16, 32])
 def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
-    """A tuned number of warps has its registers limited, so that half a multiprocessor is still what a push takes."""
+    """Tuned warps have limited registers, so that a push still takes at most half a multiprocessor."""
     tuned = (("push", 2, warps), ("expand", 1, min(warps, 16)))
     shape = Shape(4096, 7168, 8, 256, 8, 8, tuned=tuned)
     push = Program.declared(exchange.push(shape, 0, 1792), 1)

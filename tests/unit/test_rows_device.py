@@ -1,4 +1,4 @@
-"""Places of rows within a token, against a stable sort."""
+"""Places of rows within a token, compared with a stable sort."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _positions(here_ptr, out_ptr, N: tl.constexpr, KP: tl.constexpr):
 @pytest.mark.parametrize("num_warps", [4, 16])
 @pytest.mark.parametrize("kp", [1, 2, 4, 8, 16, 32])
 def test_entries_that_are_here_come_first_in_order(kp: int, num_warps: int) -> None:
-    """All patterns of up to 8 entries; of more, none, all and random ones."""
+    """All patterns of up to 8 entries; for more entries none, all and random ones."""
     if kp <= 8:
         here = (torch.arange(max(2**kp, 2))[:, None] >> torch.arange(kp)) & 1
     else:

@@ -1,4 +1,4 @@
-"""Packages that processes import by themselves: written by `triton-ep shim`, as a wheel, by plugins."""
+"""Packages under other names for unmodified processes: written by `triton-ep shim`, as a wheel, by plugins."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def _python(program: str, *path: Path) -> str:
 
 
 def test_a_folder_on_the_path_serves_both_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Modules are this package's, the installed TransformerEngine stays, and a buffer joins the job by itself."""
+    """Modules are this package's, the installed TransformerEngine stays, and a buffer joins the job automatically."""
     written, real = tmp_path / "shim", tmp_path / "real"
     assert main(["shim", str(written), "--serve", "deep_ep,transformer_engine"]) == 0
     assert f"export PYTHONPATH={written}" in capsys.readouterr().out
@@ -87,14 +87,14 @@ def test_a_folder_on_the_path_serves_both_packages(tmp_path: Path, capsys: pytes
 
 
 def test_plugins_give_way_to_an_installed_deep_ep(tmp_path: Path) -> None:
-    """With DeepEP's own package on the path they change nothing; without one they serve it."""
+    """With DeepEP's own package on the path plugins change nothing; without it they serve this package's."""
     (tmp_path / "deep_ep.py").write_text("")
     assert _python(_PLUGIN, tmp_path) == "deep_ep"
     assert _python(_PLUGIN) == "triton_ep.integrations.deep_ep"
 
 
 def test_wheel_and_entry_points_name_what_there_is() -> None:
-    """The shim's wheel has the file that the command writes; frameworks' plugins are functions."""
+    """The shim's wheel has the file that the command writes; entry points of plugins name functions."""
     folder = ROOT / "packaging/deepep-shim"
     assert (folder / "deep_ep/__init__.py").read_text() == shim.PACKAGE
     wheel = tomllib.loads((folder / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""The documentation site: every page has a place in its navigation, every public name a place in its reference."""
+"""The documentation site: every page is in its navigation, every public name in its reference."""
 
 import importlib
 import importlib.util
@@ -26,14 +26,14 @@ def _navigation() -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    """mkdocs.yml lists the pages that there are, and no others."""
+    """mkdocs.yml lists every existing page, and no others."""
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(_navigation()) == sorted(pages)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_in_the_reference(package: str) -> None:
-    """docs/reference/api.md has what `__all__` of each public package has."""
+    """docs/reference/api.md has every name in `__all__` of each public package."""
     public = [name for name in importlib.import_module(package).__all__ if not name.startswith("_")]
     assert [name for name in public if f"{package}.{name}" not in NAMES] == []
 
@@ -48,7 +48,7 @@ def test_names_of_the_reference_exist() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed: make site")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Strict build; linked sources are pages of it, and the reference has text from docstrings."""
+    """A strict build succeeds; linked sources become pages, and the reference has every name."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""The site in a browser at the width of a phone: opened, searched, clicked. `make site-test` installs what it needs."""
+"""The site in a browser at the width of a phone: opened, searched, clicked. `make site-test` installs the browser."""
 
 import importlib.util
 import shutil
@@ -26,12 +26,12 @@ pytestmark = [
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Say nothing of requests."""
+        """Do not log requests."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Where a server on this machine has the site."""
+    """Address of a local server with the site."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(SITE)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -40,7 +40,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium with a window as wide as it can be made narrow: 500 pixels."""
+    """Headless Chromium with its narrowest window, 500 pixels."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -59,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_search_leads_to_a_page(browser: Any, address: str) -> None:
-    """A word typed into the search has results, and a click on the first opens a page that has the word."""
+    """A word typed into the search has results, and a click on the first opens a page with the word."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -70,7 +70,7 @@ def test_search_leads_to_a_page(browser: Any, address: str) -> None:
     wait = WebDriverWait(browser, PATIENCE_S)
     wait.until(lambda _: field.is_displayed())
     field.send_keys("WaitTimeout")
-    # In one script, because results are drawn again while the index is being read.
+    # In one script, because results are redrawn while the index loads.
     click = "const a = document.querySelector('a.md-search-result__link'); if (a) a.click(); return a !== null"
     wait.until(lambda _: browser.execute_script(click))
     wait.until(lambda _: not browser.current_url.endswith("/index.html"))
@@ -82,7 +82,7 @@ def test_search_leads_to_a_page(browser: Any, address: str) -> None:
     "page", ["concepts/architecture-in-a-page", "concepts/layout", "concepts/protocol", "performance"]
 )
 def test_pictures_fit_a_phone(browser: Any, address: str, page: str) -> None:
-    """Pictures are loaded, no wider than the window, and not shrunk below half of their letters' size."""
+    """Pictures are loaded, no wider than the window, and not shrunk below half their size."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 

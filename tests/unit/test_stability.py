@@ -1,4 +1,4 @@
-"""docs/reference/stability.md: every public name has a class, and every row is about something that there is."""
+"""docs/reference/stability.md: every public name has a class, and every row names something that exists."""
 
 import importlib
 import re
@@ -17,13 +17,13 @@ PUBLIC = sorted(
 
 
 def _row(name: str) -> str:
-    """The longest name of the table that begins this one."""
+    """The longest name of the table that is a prefix of this one."""
     parts = name.split(".")
     return next(row for end in range(len(parts), 0, -1) if (row := ".".join(parts[:end])) in CLASSES)
 
 
 def test_the_table_is_sane() -> None:
-    """No name twice, three classes, and each name is a module of ours or can be found in one."""
+    """No name is repeated, there are three classes, and each name is a module of this package or in one."""
     assert len(ROWS) == len(CLASSES) > 30
     assert set(CLASSES.values()) == {"stable", "provisional", "private"}
     for name in CLASSES:
@@ -32,23 +32,23 @@ def test_the_table_is_sane() -> None:
 
 
 def test_every_public_name_is_stable_or_provisional() -> None:
-    """What the reference lists is public; nothing of it falls under a private row."""
+    """No name of the reference falls under a private row."""
     assert [name for name in PUBLIC if CLASSES[_row(name)] == "private"] == []
 
 
 def test_every_package_has_a_row_of_its_own() -> None:
-    """A new package below triton_ep does not become stable by the row of `triton_ep`."""
+    """A new package inside triton_ep does not become stable by the row of `triton_ep`."""
     beside = {".".join(name.split(".")[:2]) for name in MODULES if "." in name and "._" not in name}
     assert sorted(beside - set(CLASSES)) == []
 
 
 def test_no_row_is_idle() -> None:
-    """A row that is public decides for some name of the reference."""
+    """Every public row decides for some name of the reference."""
     used = {_row(name) for name in PUBLIC}
     assert [name for name, kind in CLASSES.items() if kind != "private" and name not in used] == []
 
 
 def test_a_private_row_is_seen() -> None:
-    """Longest name first: a name of a private package is private, unless it has a row."""
+    """The longest row decides: a name of a private package is private unless it has a row of its own."""
     assert CLASSES[_row("triton_ep.ops.dispatch.anything")] == "private"
     assert CLASSES[_row("triton_ep.ops.grouped_gemm.grouped_gemm")] == "provisional"

@@ -1,4 +1,4 @@
-"""House rules that a machine can check. A test per rule looks at all files and names those that break it."""
+"""Style rules that can be checked automatically. A test per rule checks all files and names those that break it."""
 
 import ast
 import functools
@@ -13,14 +13,14 @@ OTHER_FILES = [path for path in PRODUCT if path not in KERNEL_FILES]
 MAX_OF_KERNELS = 10
 MAX_LINES = 800
 MAX_PARAMETERS = 10
-# By class and function. Signatures that people call, where each argument is an option with a default.
+# By class and function: public signatures whose arguments are options with defaults.
 LONG_SIGNATURES = {
-    # Given by the specification, or by users of torch modules, whose options are arguments of the constructor.
+    # Given by the specification, or by the convention of torch modules, whose options are constructor arguments.
     "EPAll2AllLayer.__init__",
     "MoE.__init__",
     "TopKRouter.__init__",
     "SwiGLUExperts.__init__",
-    # Those of another package, taken over argument by argument: DeepEP, Megatron, torchtitan, TransformerEngine, vLLM.
+    # Signatures of other packages, argument by argument: DeepEP, Megatron, torchtitan, TransformerEngine, vLLM.
     "Buffer.__init__",
     "Buffer.dispatch",
     "Buffer.low_latency_combine",
@@ -52,7 +52,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _public_without_docstring(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
-    """Public functions, classes and methods of a module that do not say what they are for.
+    """Public functions, classes and methods of a module without a docstring.
 
     One line is enough. Nested functions, overloads, overrides and setters are not public.
     """
@@ -69,7 +69,7 @@ def _public_without_docstring(body: list[ast.stmt], prefix: str = "") -> Iterato
 
 
 def test_public_things_have_docstrings() -> None:
-    """Every module, public class and public function says what it is for."""
+    """Every module, public class and public function has a docstring."""
     assert [_name(path) for path in OTHER_FILES if not ast.get_docstring(_tree(path))] == []
     without = {_name(path): list(_public_without_docstring(_tree(path).body)) for path in OTHER_FILES}
     assert {name: found for name, found in without.items() if found} == {}
@@ -92,7 +92,7 @@ def _kernels(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def test_kernel_files_state_their_protocols() -> None:
-    """A file that holds a kernel opens with its protocol, under the fixed headings."""
+    """A file with a kernel begins with its protocol, under the fixed headings."""
     headings = ("Protocol", "Layout", "Memory order", "Progress", "Replay")
     docstrings = {path: ast.get_docstring(_tree(path)) or "" for path in KERNEL_FILES}
     assert [_name(path) for path, text in docstrings.items() if not text] == []
@@ -102,13 +102,13 @@ def test_kernel_files_state_their_protocols() -> None:
 
 
 def test_kernels_have_few_parameters() -> None:
-    """Kernels and what they call: what travels together is a group (kernels/spec.py)."""
+    """Kernels and their device functions have few parameters: group those that belong together (kernels/spec.py)."""
     many = {_name(path): list(_many_parameters(_tree(path).body, most=MAX_OF_KERNELS)) for path in KERNEL_FILES}
     assert {name: found for name, found in many.items() if found} == {}
 
 
 def _length(path: Path) -> int:
-    """Lines of a file, without overloads."""
+    """Number of lines of a file, without overloads."""
     functions = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.FunctionDef)]
     overloads = [node for node in functions if any(ast.unparse(d) == "overload" for d in node.decorator_list)]
     repeated = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in overloads)
@@ -116,18 +116,18 @@ def _length(path: Path) -> int:
 
 
 def test_a_file_has_one_subject() -> None:
-    """What is longer has become two subjects; a shorter file is no aim."""
+    """A longer file has two subjects; shortness by itself is not the aim."""
     assert [_name(path) for path in PRODUCT if _length(path) > MAX_LINES] == []
 
 
 def test_no_module_is_named_as_private() -> None:
-    """An underscore said "the rest of that file". What is private is a name in a module, not a module."""
+    """Modules have no leading underscore: names in modules are private, not modules."""
     assert [_name(path) for path in PRODUCT if re.match(r"_(?!_)", path.name)] == []
 
 
 def _many_parameters(body: list[ast.stmt], prefix: str = "", most: int = MAX_PARAMETERS) -> Iterator[str]:
-    """Functions and methods of more than `most` parameters, without those that implement an op: its schema says what it
-    takes, and has no records."""
+    """Functions and methods with more than `most` parameters. Implementations of ops are exempt: their parameters
+    follow the op's schema, which has no records."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _many_parameters(node.body, f"{node.name}.", most)
@@ -140,7 +140,7 @@ def _many_parameters(body: list[ast.stmt], prefix: str = "", most: int = MAX_PAR
 
 
 def test_functions_have_few_parameters() -> None:
-    """More of them are a record that has no name yet."""
+    """Functions have few parameters: more of them should become a record."""
     many = {
         _name(path): {*_many_parameters(_tree(path).body)} - LONG_SIGNATURES - LONG_OF_EXPERTS for path in OTHER_FILES
     }
@@ -148,7 +148,7 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_the_parameter_check_sees_a_breach() -> None:
-    """Functions and methods; not a method's own object."""
+    """Functions and methods count, self does not."""
     many = ", ".join(f"a{i}" for i in range(MAX_PARAMETERS + 1))
     source = f"def f({many}): ...\nclass A:\n    def g(self, {many[4:]}): ...\n    def h(self, *, {many}): ...\n"
     assert list(_many_parameters(ast.parse(source).body)) == ["f", "A.h"]
@@ -172,12 +172,12 @@ def _is_broad(caught: ast.expr) -> bool:
 
 
 def test_no_unfinished_business() -> None:
-    """No swallowed exception, no stub, no reminder without an issue number."""
+    """No swallowed exception, no stub, no TODO without an issue number."""
     assert [f"{_name(path)}: {breach}" for path in PRODUCT for breach in _unfinished(path)] == []
 
 
 def test_the_check_for_unfinished_business_sees_a_breach(tmp_path: Path) -> None:
-    """Each kind; not a reminder with a number, and no narrow exception."""
+    """Each kind is found, but not a TODO with a number or a narrow exception."""
     wrong, right = tmp_path / "wrong.py", tmp_path / "right.py"
     wrong.write_text("# TODO\ntry: f()\nexcept: g()\ntry: f()\nexcept Exception: pass\nraise NotImplementedError()\n")
     found = ("TODO without an issue number", "bare except in line 3", "stub in line 6", "swallowed exception in line 5")

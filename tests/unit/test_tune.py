@@ -1,5 +1,4 @@
-"""Tuned tables: what is written is read again, what is wrong is named with its line, layers take what they find, and
-the search keeps what is faster."""
+"""Tuned tables: reading, writing, errors with line numbers, the choices of layers, and the search for faster ones."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ TEXT = format_table([ENTRY])
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Every key, with kernels and without; entries in order; a new one takes the place of the old one."""
+    """Every key survives, with and without kernels; entries are sorted; a new entry replaces the old one."""
     plain = replace(ENTRY, key=replace(ENTRY.key, tokens=16), push=None, expand=None, reduce=None, pull=None)
     path = tmp_path / "tuned.toml"
     path.write_text(format_table([plain, ENTRY]))
@@ -95,7 +94,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_table_is_refused(tmp_path: Path, old: str, new: str, line: int, what: str) -> None:
-    """With a ConfigError that names file and line."""
+    """A malformed table raises a ConfigError that names file and line."""
     assert TEXT.count(old) == 1
     path = tmp_path / "tuned.toml"
     path.write_text(TEXT.replace(old, new))
@@ -105,7 +104,7 @@ def test_a_malformed_table_is_refused(tmp_path: Path, old: str, new: str, line: 
 
 
 def test_texts_and_numbers_of_anybody(tmp_path: Path) -> None:
-    """Control characters, quotes and backslashes come back as they were; numbers that are none are refused by line."""
+    """Control characters, quotes and backslashes survive; invalid numbers are refused with their line."""
     odd = replace(ENTRY, commit='a"b\\c\n\x00\x1f\x7f\u00e9', date="\t")
     (read,) = parse_table(format_table([odd]), "x")
     assert (read.commit, read.date) == (odd.commit, odd.date)
@@ -117,7 +116,7 @@ def test_texts_and_numbers_of_anybody(tmp_path: Path) -> None:
 
 
 def test_the_second_entry_is_named_by_its_own_line() -> None:
-    """Also where two have the same key."""
+    """An error names the line of its own entry, also if two entries have the same key."""
     second = format_table([ENTRY]).split("\n\n")[1]
     with pytest.raises(ConfigError, match=r"^x:24: .* there already, in line 4"):
         parse_table(TEXT + "\n" + second, "x")
@@ -126,7 +125,7 @@ def test_the_second_entry_is_named_by_its_own_line() -> None:
 
 
 def test_tables_are_asked_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First that of TRITON_EP_TUNED, then those of the package."""
+    """The table of TRITON_EP_TUNED is searched first, then those of the package."""
     packaged = tables()
     assert [name for name, _ in packaged] == ["triton_ep/runtime/tuned/h200.toml"]
     known = packaged[0][1][0]
@@ -144,7 +143,7 @@ def test_tables_are_asked_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_packaged_entries_were_measured() -> None:
-    """Times of the package's table that name a commit of stored rows are among them."""
+    """Times in packaged tables not written by `triton-ep tune` are among the stored rows of their commit."""
     stored = rows.read_rows(ROOT / "docs/benchmarks/results/dispatch_combine.csv")
     times = {(row["commit"], row["op"], row["median_us"]) for row in stored}
     commits = {commit for commit, _, _ in times}
@@ -158,7 +157,7 @@ def test_packaged_entries_were_measured() -> None:
 
 
 def test_formula() -> None:
-    """24 programs on an H200, more for faster links, a quarter of the multiprocessors at most, two when interpreted."""
+    """24 programs on an H200, more for faster links, at most a quarter of the multiprocessors, two if interpreted."""
     assert choose.programs_for(343, 132) == 24
     assert choose.programs_for(686, 148) == 37
     assert choose.programs_for(230, 108) == 16
@@ -182,12 +181,12 @@ def _config(**changes: Any) -> EPConfig:
     ],
 )
 def test_key_of_a_layer(changes: dict[str, Any], key: Key) -> None:
-    """Tokens go up to a power of two; 16-bit rows are all alike; rows of float32 are in no table."""
+    """Tokens are rounded up to a power of two; all 16-bit rows share a key; float32 rows have a key of no table."""
     assert choose.key_of(_config(**changes), torch.device("cpu")) == key
 
 
 def test_kernels_take_what_the_entry_says() -> None:
-    """On a GPU: rows and warps; registers so that push and expand fit side by side. Interpreted: nothing."""
+    """On a GPU: rows and warps, with registers limited so that push and expand fit together. Interpreted: no effect."""
     config = _config(tuned=ENTRY, enable_local_combine=True, hidden=256)
 
     def plans_of(config: EPConfig, interpreted: bool) -> list[Plan]:
@@ -209,7 +208,7 @@ def _layer(rank: int, ranks_per_node: int, **options: Any) -> EPAll2AllLayer:
 
 
 def _check_choices(rank: int, _nodes: int, ranks_per_node: int, folder: str) -> None:
-    """Layers by formula, by an entry, by TRITON_EP_TUNED; ranks that find different things."""
+    """Layers by formula, by an entry, by TRITON_EP_TUNED; and ranks that find different choices."""
     with _layer(rank, ranks_per_node, num_sm=None) as layer:
         assert (layer.config.num_sm, layer.config.tuned) == (2, None)
     with pytest.raises(ConfigError, match=r"num_sm=20 and a tuned entry with 1"):
@@ -224,7 +223,7 @@ def _check_choices(rank: int, _nodes: int, ranks_per_node: int, folder: str) -> 
             idx = torch.tensor([[0, 3]] * 5, dtype=torch.int32)
             recv_x, _, desc = layer.dispatch(x, idx)
             assert torch.equal(layer.combine(recv_x, desc), 2 * x)
-        with _layer(rank, ranks_per_node) as layer:  # a number that is given is not looked up
+        with _layer(rank, ranks_per_node) as layer:  # an explicit number needs no look-up
             assert (layer.config.num_sm, layer.config.tuned) == (20, None)
         if rank == 1:
             del os.environ["TRITON_EP_TUNED"]
@@ -241,7 +240,7 @@ def _check_choices(rank: int, _nodes: int, ranks_per_node: int, folder: str) -> 
 
 
 def test_layers_take_what_they_find(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """num_sm=None: the entry or the formula, shown by `config`; ranks that would differ are told so, all of them."""
+    """With num_sm=None layers take the entry or the formula, shown in `config`; if ranks differ, all raise an error."""
     (tmp_path / "tuned.toml").write_text(TEXT)
     run_ranks(_check_choices, 1, 2, str(tmp_path))
 
@@ -254,12 +253,12 @@ def _request(*words: str, interpreting: bool = True, ranks: int = 2) -> tune.Req
 
 
 def _tune(_rank: int, _nodes: int, _ranks_per_node: int, request: tune.Request) -> list[list[tune.Trial]]:
-    """What `triton-ep tune` does in ranks that are there already."""
+    """Run `triton-ep tune` in existing ranks."""
     return tune.tune_all(request)
 
 
 def test_tune_on_cpu_ranks(run_ranks: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every candidate is timed, the table holds the chosen one under the key of such a layer; old entries stay."""
+    """Every candidate is timed; the table has the chosen one under the layer's key; old entries stay."""
     path = tmp_path / "new" / "tuned.toml"
     request = _request("--out", str(path), "--iters", "1", "--payload", "mxfp8", "--json")
     all_trials = run_ranks(_tune, 1, 2, request)
@@ -278,7 +277,7 @@ def test_tune_on_cpu_ranks(run_ranks: Callable[..., Any], tmp_path: Path, capsys
 
 
 def _bench(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings, table: str) -> list[dict[str, str]]:
-    """Rows of a benchmark in ranks that are there already, with a table in force."""
+    """Rows of a benchmark in existing ranks, with a table in TRITON_EP_TUNED."""
     os.environ["TRITON_EP_TUNED"] = table
     try:
         return run.measure_all(settings).rows
@@ -317,14 +316,14 @@ def test_benchmark_by_the_tables(run_ranks: Callable[..., Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("text", ["-1", "0", "4,-2", "auto,x", "automatic"])
 def test_programs_are_numbers_or_auto(text: str) -> None:
-    """Anything else is refused, with the option's name."""
+    """Anything else is refused with the option's name."""
     assert parse_programs("auto,8", "--num-sm") == (TUNED, 8)
     with pytest.raises(ConfigError, match="--num-sm"):
         parse_programs(text, "--num-sm")
 
 
 def _search(monkeypatch: pytest.MonkeyPatch, request: tune.Request, cost: Callable[[TunedEntry, str], float]) -> Any:
-    """A search whose measurements are `cost`."""
+    """Run a search whose measured times come from `cost`."""
     search = tune._Search(request, SimpleNamespace(shape=request.settings.shapes[0]), "bf16", lambda _: None)  # type: ignore[arg-type]
 
     def measured(entry: TunedEntry, *ops: str) -> tune.Trial:
@@ -337,7 +336,7 @@ def _search(monkeypatch: pytest.MonkeyPatch, request: tune.Request, cost: Callab
 
 
 def test_search_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs where more gain little; a kernel's shape only if it gains; kernels one after the other."""
+    """Prefers fewer programs if more gain little; changes a kernel only if that gains; searches kernels in turn."""
 
     def cost(entry: TunedEntry, op: str) -> float:
         found = 1000.0 if op == "dispatch" else 2000.0
@@ -363,7 +362,7 @@ def test_search_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", tune._KERNELS)
 @pytest.mark.parametrize("pairs", [tune._KERNELS, tune._QUICK_KERNELS])
 def test_candidates_may_stand_in_a_table(kernel: str, pairs: dict[str, tuple[tuple[int, int], ...]]) -> None:
-    """What a search can find can be read again."""
+    """Every candidate of a search can be stored and read again."""
     for rows_of_program, warps in pairs[kernel]:
         entry = replace(ENTRY, **{kernel: KernelChoice(rows_of_program, warps)})
         assert parse_table(format_table([entry]), "")[0] == entry
@@ -379,13 +378,13 @@ def test_candidates_may_stand_in_a_table(kernel: str, pairs: dict[str, tuple[tup
     ],
 )
 def test_what_cannot_be_tuned_is_refused(words: list[str], match: str) -> None:
-    """Before any rank starts."""
+    """Refused before any rank starts."""
     with pytest.raises(ConfigError, match=match):
         _request(*words)
 
 
 def test_an_unreadable_table_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--out` that names a file of something else: nothing is measured, nothing is overwritten."""
+    """If `--out` names a file that is no table, nothing is measured and nothing overwritten."""
     path = tmp_path / "notes.txt"
     path.write_text("not a table")
     assert main(["tune", "--out", str(path), "--commit", "abc"]) == 1
@@ -393,7 +392,7 @@ def test_an_unreadable_table_is_refused_first(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_doctor_names_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how many entries each has for this machine; a malformed one is a problem."""
+    """The doctor shows each table's number of entries for this machine; a malformed table is a problem."""
     path = tmp_path / "mine.toml"
     path.write_text(TEXT)
     monkeypatch.setenv("TRITON_EP_TUNED", str(path))

@@ -1,4 +1,4 @@
-"""Numbers of kernels that must fit each other (triton_ep/plans)."""
+"""Sizes in kernel plans that must fit each other (triton_ep/runtime/plans)."""
 
 import pytest
 
@@ -16,7 +16,7 @@ DECODE = Shape(128, 7168, 8, 256, world_size=4, local_world_size=4, low_latency=
 @pytest.mark.parametrize("num_sm", [1, 3, 8, 20, 64])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8])
 def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_warps):
-    """Of a tensor with fewer elements than threads some threads load the same one, at different times."""
+    """In a tensor with fewer elements than threads, several threads would load the same element, at different times."""
     tuned = (("expand", 1, num_warps),)
     shape = Shape(64, 64, 2, 16, world_size=8, local_world_size=ranks_per_node, num_sm=num_sm, tuned=tuned)
     plan = exchange.expand(shape, landing=0, has_weights=True, keep_copies=False, row_words=16)
@@ -27,13 +27,13 @@ def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_
 
 
 def test_sums_that_wait_leave_room_for_what_they_wait_for():
-    """Programs of a low-latency combine that wait are half of those that fit; of few tokens each has one part."""
+    """Waiting programs of a low-latency combine are half of those that fit; with few tokens each has one part."""
     spec = all_kernels()["low_latency_combine_kernel"]
     program = Program.declared(low_latency.combine(DECODE, False), spec.num_warps, spec.maxnreg)
     waiting = tuning.half_of(132, program)
     assert 2 * waiting <= 132 * per_multiprocessor(program)
     assert 1 + 128 * low_latency.combine(DECODE, False).constexprs["PARTS"] <= waiting
-    # Beside those of one layer, however they are placed, the programs of another one have room.
+    # However the programs of one layer are placed, those of another layer have room.
     assert waiting <= most_waiting(132, program, program, 2 * 132)
 
 
@@ -41,7 +41,7 @@ def test_sums_that_wait_leave_room_for_what_they_wait_for():
 @pytest.mark.parametrize("world_size", [1, 2, 8, 32])
 @pytest.mark.parametrize("hidden", [8, 37, 512, 7168, 16384])
 def test_no_word_of_a_sum_is_polled_by_two_threads(hidden, world_size, token):
-    """Two threads may see different things, and the loop around the poll must end for all of them at once."""
+    """Two threads may see different values, but the loop around the poll must end for all of them at once."""
     shape = Shape(64, hidden, 2, 64, world_size=world_size, local_world_size=world_size, low_latency=True, token=token)
     plan = low_latency.combine(shape, has_weights=False)
     values = plan.constexprs

@@ -1,4 +1,4 @@
-"""What workloads promise: data that know their origin, routings as named, the same data wherever made."""
+"""Guarantees of workloads: data that encode their origin, routings as named, the same data on every rank."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def _pieces(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_piece_of_four_columns_is_unique() -> None:
-    """No two pieces of all rows of all ranks are alike, so none can stand in for another."""
+    """No two pieces of any rows of any ranks are equal, so none can replace another unnoticed."""
     pieces = torch.cat([_pieces(make_workload(rank, 8, 200, **SIZES).x).flatten() for rank in range(8)])
     assert pieces.unique().numel() == pieces.numel() == 8 * 200 * 16
 
 
 def test_single_columns_rarely_agree() -> None:
-    """Neighbours in token, rank and column differ in nearly all values, and another seed in all rows."""
+    """Neighbours in token, rank and column, and other seeds, differ in nearly all values and in every row."""
     first, other = (make_workload(rank, 2, 500, **SIZES).x for rank in range(2))
     seeded = make_workload(0, 2, 500, seed=1, **SIZES).x
     for a, b in [(first[1:], first[:-1]), (first, other), (first[:, 1:], first[:, :-1]), (first, seeded)]:
@@ -31,7 +31,7 @@ def test_single_columns_rarely_agree() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_are_exact_in_every_dtype(dtype: torch.dtype) -> None:
-    """The same numbers whatever the dtype, of moderate size and both signs."""
+    """Values are the same in every dtype, of moderate size and both signs."""
     exact = make_workload(1, 4, 50, dtype=torch.float64, **SIZES).x
     got = make_workload(1, 4, 50, dtype=dtype, **SIZES).x
     assert got.dtype == dtype
@@ -42,7 +42,7 @@ def test_values_are_exact_in_every_dtype(dtype: torch.dtype) -> None:
 
 
 def test_any_hidden_and_no_tokens() -> None:
-    """hidden need not be a multiple of four, a prefix of the columns stays what it was; T may be 0."""
+    """hidden may be any number, a narrower row is a prefix of a wider one; T may be 0."""
     wide = make_workload(0, 1, 3, **SIZES).x
     narrow = make_workload(0, 1, 3, **(SIZES | {"hidden": 33})).x
     assert torch.equal(narrow, wide[:, :33])
@@ -52,7 +52,7 @@ def test_any_hidden_and_no_tokens() -> None:
 
 
 def test_made_anywhere_the_same() -> None:
-    """No hidden state: torch's global generator neither matters nor moves."""
+    """Workloads neither use nor advance torch's global generator."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
     a = make_workload(2, 4, 20, routing="skewed", **SIZES)
@@ -64,7 +64,7 @@ def test_made_anywhere_the_same() -> None:
 
 
 def test_weights_are_distinct() -> None:
-    """No two weights of any two copies on all ranks are equal; all are in [0.5, 1)."""
+    """All weights of all ranks are distinct, and in [0.5, 1)."""
     weights = torch.cat([make_workload(r, 4, 300, **SIZES).topk_weights.flatten() for r in range(4)])
     assert weights.dtype == torch.float32
     assert weights.unique().numel() == weights.numel()
@@ -74,7 +74,7 @@ def test_weights_are_distinct() -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "one_expert"])
 def test_experts_of_a_token_are_distinct_and_in_range(kind: str) -> None:
-    """With and without drops."""
+    """Experts of a token are distinct and in range if nothing is dropped."""
     idx = make_workload(0, 2, 100, routing=kind, drop=0.0, **SIZES).with_ids(torch.int64).topk_idx
     assert idx.dtype == torch.int64
     assert idx.min() >= 0
@@ -83,7 +83,7 @@ def test_experts_of_a_token_are_distinct_and_in_range(kind: str) -> None:
 
 
 def test_drops_use_both_marks_in_the_asked_share() -> None:
-    """A quarter dropped: about an eighth by -1 and an eighth by E."""
+    """With a quarter dropped, about an eighth has -1 and an eighth E."""
     idx = make_workload(0, 1, 2000, drop=0.25, **SIZES).topk_idx
     assert idx.dtype == torch.int32
     assert abs((idx == -1).float().mean() - 0.125) < 0.02
@@ -91,7 +91,7 @@ def test_drops_use_both_marks_in_the_asked_share() -> None:
 
 
 def test_routings_do_what_they_are_called() -> None:
-    """one_expert, skewed, uniform, duplicates and all_dropped, by their counts."""
+    """Counts agree with the names one_expert, skewed, uniform, duplicates and all_dropped."""
     first = make_workload(1, 2, 50, routing="one_expert", drop=0.0, seed=15, **SIZES).topk_idx
     assert (first == torch.tensor([15, 0, 1, 2])).all()
 
@@ -121,14 +121,14 @@ def test_routings_do_what_they_are_called() -> None:
     ],
 )
 def test_impossible_workloads_are_refused(change: dict, message: str) -> None:
-    """Better than data that two origins share."""
+    """Refusing is better than data shared by two origins."""
     arguments = {"rank": 0, "world_size": 2, "num_tokens": 4, **SIZES} | change
     with pytest.raises(InputError, match=message):
         make_workload(**arguments)
 
 
 def test_no_two_experts_agree() -> None:
-    """Scales of 512 experts differ, and so does every bf16 value they make of a row."""
+    """Scales of 512 experts differ, and so do all bf16 values that they give for a row."""
     scales = expert_scale(torch.arange(512))
     assert scales.unique().numel() == 512
     assert not (scales == 1).any()
@@ -139,7 +139,7 @@ def test_no_two_experts_agree() -> None:
 
 
 def test_experts_apply_to_their_segments() -> None:
-    """Rows of a dispatch: each segment by its expert, padding and the rows beyond stay zero."""
+    """Each segment of dispatched rows gets its expert; padding and rows past the last segment stay zero."""
     x = make_workload(0, 1, 5, **SIZES).x
     rows = torch.cat([x[:2], torch.zeros(2, 64).bfloat16(), x[2:]])
     y = apply_experts(rows, torch.tensor([0, 4, 4, 6]), first_expert=3)
