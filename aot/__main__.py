@@ -93,14 +93,14 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _need_bitcode() -> None:
-    """Raise before any compilation if NVSHMEM's device bitcode is missing, and name the ways out."""
+    """Raise before any compilation if NVSHMEM's device bitcode is missing, and name the remedies."""
     from triton_ep.heap.bitcode import find_bitcode
 
     try:
         find_bitcode()
     except EPError as error:
         raise ConfigError(
-            f"{error} `pip install 'triton-ep[aot]'` brings it and a progress bar; --no-nvshmem leaves them out."
+            f"{error} `pip install 'triton-ep[aot]'` installs it and a progress bar; --no-nvshmem leaves such kernels out."
         ) from error
 
 

@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> list[KernelRequest]:
     table = _read(path)
     unknown = set(table) - {"format", "models", "layer", "declared", "variant", *_PRODUCTS}
     if unknown or table.get("format") != FORMAT:
-        raise ConfigError(f"{path}: format must be {FORMAT}, and {sorted(unknown)} mean nothing here.")
+        raise ConfigError(f"{path}: format must be {FORMAT}; unknown keys: {sorted(unknown)}.")
     models = table.get("models", {})
     if not isinstance(models, dict) or not all(isinstance(values, dict) for values in models.values()):
         raise ConfigError(f"{path}: models must be a table of tables, [models.NAME].")

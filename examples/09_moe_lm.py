@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.moe.router.aux_loss = True
 
     def forward(self, x: torch.Tensor, cache: torch.Tensor | None = None, place: torch.Tensor | None = None):
-        """[B, S, H] float32; or with a cache [2, B, heads, L, H / heads] one token [B, 1, H] at position place [1]."""
+        """[B, S, H] float32; or, with a cache [2, B, heads, L, H / heads], one token [B, 1, H] at `place` [1]."""
         q, k, v = self.qkv(rms_norm(x, x.shape[-1:])).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if cache is None:
             y = scaled_dot_product_attention(q, k, v, is_causal=True)

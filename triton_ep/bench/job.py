@@ -133,7 +133,7 @@ class Job:
 
     @contextlib.contextmanager
     def layer(self, case: Case, tuned: TunedEntry | None = None) -> Iterator[EPAll2AllLayer]:
-        """The layer of a case, built from `tuned` if given; raises errors that the device reported at the end."""
+        """The layer of a case, built from `tuned` if given; at the end raises errors that the device reported."""
         shape, s = self.shape, self.settings
         with EPAll2AllLayer(
             dist.group.WORLD,

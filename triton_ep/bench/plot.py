@@ -55,7 +55,7 @@ def check_picture(out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
     if out.suffix not in (".png", ".svg"):
-        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
+        raise ConfigError(f"{out} is no supported picture file: name a .png or .svg file.")
 
 
 def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:

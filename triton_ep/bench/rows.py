@@ -144,7 +144,7 @@ def read_rows(path: Path) -> list[Row]:
 def _check_row(row: Mapping[Any, Any], where: str) -> None:
     """Raise InputError unless a row has a cell for every column, and numbers in columns that are used as numbers."""
     if set(row) != set(COLUMNS) or None in row.values():
-        raise InputError(f"{where}: a row has {len(COLUMNS)} cells, this one has not.")
+        raise InputError(f"{where}: a row has {len(COLUMNS)} cells, this one does not.")
     for name in (*_COUNTS, *_TIMES):
         try:
             number = float(int(row[name]) if name in _COUNTS else row[name]) if row[name] else 1.0
