@@ -100,7 +100,7 @@ def _need_bitcode() -> None:
         find_bitcode()
     except EPError as error:
         raise ConfigError(
-            f"{error} `pip install 'triton-ep[aot]'` installs it and a progress bar; --no-nvshmem leaves such kernels out."
+            f"{error} `pip install 'triton-ep[aot]'` installs it and a progress bar; --no-nvshmem skips such kernels."
         ) from error
 
 
