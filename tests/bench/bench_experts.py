@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ class Case:
     exact: Callable[[Any], Iterator[tuple[torch.Tensor, torch.Tensor]]] | None = None
     flops: int = 0
     limit: float = 4e-3  # rounding to bf16 alone gives 1.7e-3
+
+
+Measured = tuple[Case, Timing | str, float | None]
+"""A case, its time or the reason why it cannot run, and its error."""
 
 
 # --- operands -------------------------------------------------------------------------------------------------
@@ -389,8 +393,8 @@ def error_table(rows: int, n: int, k: int, device: torch.device) -> str:
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, timer: Timer) -> tuple[Timing | str, float | None]:
-    """Check a case, then time it, or return the reason why it cannot run; and its error.
+def check(case: Case) -> tuple[str | None, float | None]:
+    """Run a case once. Returns the reason why it cannot run, or None; and the error of its result.
 
     Raises:
         WrongResult: the result is wrong.
@@ -406,8 +410,7 @@ def measure(case: Case, timer: Timer) -> tuple[Timing | str, float | None]:
                 raise WrongResult(
                     f"{case.what}, {case.how}: off by {error:.2e} of the norm, {case.limit:.0e} is allowed"
                 )
-        del result
-        return summarize([timer.times(lambda _: case.call(), lambda: None)]), error
+        return None, error
     except (EPError, torch.OutOfMemoryError) as failure:
         reason: Exception = failure
     except RuntimeError as failure:
@@ -415,6 +418,25 @@ def measure(case: Case, timer: Timer) -> tuple[Timing | str, float | None]:
             raise
         reason = failure  # an op that torch does not support is no failure of this package
     return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}", None
+
+
+def measure(cases: Sequence[Case], device: torch.device, iters: int, warmup: int) -> list[Measured]:
+    """Check cases of one result, then time them in turns: a GPU at its power limit changes its clocks within seconds.
+
+    Raises:
+        WrongResult: a result is wrong.
+    """
+    checked = [check(case) for case in cases]
+    timer = Timer(device, 1, 0)
+    times: list[list[float]] = [[] for _ in cases]
+    for turn in range(warmup + iters):
+        for case, (reason, _), found in zip(cases, checked, times, strict=True):
+            if reason is None:
+                found += timer.times(lambda _, case=case: case.call(), lambda: None)[turn < warmup :]
+    return [
+        (case, summarize([found]) if reason is None else reason, error)
+        for case, (reason, error), found in zip(cases, checked, times, strict=True)
+    ]
 
 
 def row(
@@ -471,15 +493,14 @@ def run(options: argparse.Namespace) -> None:
     """Measure all cases, shape by shape, and print the results."""
     device = torch.device("cpu" if INTERPRETING else "cuda")
     environment = bench_rows.environment(options.commit, gpus=not INTERPRETING)
-    timer = Timer(device, options.iters, options.warmup)
     done: list[tuple[str, Case, Timing | str, float | None]] = []
     new: list[bench_rows.Row] = []
 
     def take(cases: Iterator[Case], shape: str, segments: str, sizes: tuple[int, int, int]) -> None:
-        for case in cases:
-            result, error = measure(case, timer)
-            done.append((segments, case, result, error))
-            new.append(row(case, shape, segments, sizes, environment, result))
+        for _, of_one in groupby(cases, key=lambda case: case.what):
+            for case, result, error in measure(list(of_one), device, options.iters, options.warmup):
+                done.append((segments, case, result, error))
+                new.append(row(case, shape, segments, sizes, environment, result))
 
     for shape in options.shape:
         for segments in options.rows:

@@ -10,7 +10,7 @@ import torch
 
 from tests.bench import bench_experts as bench
 from triton_ep.bench import rows
-from triton_ep.bench.timing import Timer
+from triton_ep.bench.timing import Timing
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,17 @@ def test_a_wrong_product_is_not_timed() -> None:
     out[-1] += out[-1].abs().max()
     spoilt = bench.Case(case.part, case.what, case.how, lambda: out, case.exact)
     with pytest.raises(bench.WrongResult, match="down, fp8 fast: off by"):
-        bench.measure(spoilt, Timer(CPU, 1, 0))
+        bench.measure([case, spoilt], CPU, 1, 0)
+
+
+def test_cases_of_a_result_take_turns() -> None:
+    """Each is called once to be checked, then they alternate; warm-up turns are not counted."""
+    calls: list[str] = []
+    cases = [bench.Case("forward", "down", how, lambda how=how: calls.append(how)) for how in ("one", "two")]
+    found = bench.measure(cases, CPU, iters=2, warmup=1)
+    assert calls == ["one", "two"] * 4
+    assert [case.how for case, *_ in found] == ["one", "two"]
+    assert all(isinstance(timing, Timing) for _, timing, _ in found)
 
 
 def test_sizes() -> None:
