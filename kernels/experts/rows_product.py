@@ -115,7 +115,7 @@ class Method(NamedTuple):
 def rows_product_kernel(
     a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]
-    out,  # with BOX_STORES a descriptor of [R, N], boxes [BLOCK_M, BLOCK_N / 2], else anything
+    out,  # with BOX_STORES a descriptor of [R, N], boxes of as many rows as those of a, BLOCK_N / 2 columns
     factors: Factors,
     by_rows: ByRows,
     segments: Segments,
@@ -193,10 +193,10 @@ def rows_product_kernel(
             in_m = rows < end
             result = _finish(parts[part], factors, rows, in_m, cols, in_n, expert, n)
             if by_rows.BOX_STORES:
-                halves = result.to(tl.bfloat16).reshape(tile.BLOCK_M, 2, tile.BLOCK_N // 2)
+                halves = result.to(tl.bfloat16).reshape(result.shape[0], 2, tile.BLOCK_N // 2)
                 left, right = halves.permute(0, 2, 1).split()
-                out.store([row, col], left)
-                out.store([row, col + tile.BLOCK_N // 2], right)
+                out.store([row + part * HALF_M, col], left)
+                out.store([row + part * HALF_M, col + tile.BLOCK_N // 2], right)
             else:
                 out_ptrs = by_rows.out_ptr + rows.to(tl.int64)[:, None] * by_rows.stride_om + cols[None, :]
                 tl.store(out_ptrs, result.to(by_rows.out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

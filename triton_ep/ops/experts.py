@@ -321,7 +321,7 @@ def launch_rows_product(
         operands = (
             boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]),
             boxes(weights, num_experts * lines, length, length, box),
-            boxes(out, num_rows, n, out.stride(0), [tile.m, tile.n // 2]) if box_stores else out,
+            boxes(out, num_rows, n, out.stride(0), [tile.box_rows, tile.n // 2]) if box_stores else out,
         )
     runtime.launch(
         Plan("rows_product_kernel", constexprs, tile.warps),

@@ -269,7 +269,7 @@ def rows_constexprs(
     aligned: results, in bf16, may leave in boxes. has: a bias, its row weights. zero_rest: rows behind the last segment
     become zero.
     """
-    box_stores = tma and aligned and tile.table and tile.box_rows == TILE_ROWS
+    box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS
     options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
     options["ZERO_REST"] = zero_rest
     return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
@@ -385,7 +385,7 @@ def _rows(
     types = {
         "a": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
-        "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else f"*{out}",
+        "out": f"tensordesc<bf16[{tile.box_rows},{tile.n // 2}]>" if constexprs["BOX_STORES"] else f"*{out}",
         "out_ptr": f"*{out}",
         "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
