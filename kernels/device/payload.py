@@ -21,6 +21,7 @@ WORDS = tl.constexpr(codes.WORDS)
 QUANTISE = tl.constexpr(codes.QUANTISE)
 MX = tl.constexpr(codes.MX)
 _BLOCK = tl.constexpr(32)
+_FILLED = tl.constexpr(1024)
 
 
 class Tile(NamedTuple):
@@ -116,6 +117,15 @@ class Output(NamedTuple):
     recv_scale_ptr: Any
     recv_weights_ptr: Any
     row_words: Any
+
+
+@triton.jit
+def fill_rest(ptr, first, end, value):
+    """Store `value` to the elements from `first` to `end`; each program of the grid stores a share."""
+    offs = tl.arange(0, _FILLED)
+    for start in range(first + tl.program_id(0) * _FILLED, end, tl.num_programs(0) * _FILLED):
+        values = tl.full([_FILLED], value, ptr.dtype.element_ty)
+        tl.store(ptr + start + offs, values, mask=start + offs < end)
 
 
 @triton.jit

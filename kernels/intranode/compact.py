@@ -3,7 +3,8 @@
 Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
               have finished the next step; after their last step, with several nodes, wait likewise for the steps of
               the forward kernels (internode/dispatch.py). Then copy the staging rows of the step, each to the output
-              row of the same number, with its expert ids and weights
+              row of the same number, with its expert ids and weights. Ids and weights of rows that do not arrive are
+              filled with -1 and 0 before
 Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. recv_x [R, row], recv_scale [R, row / 32],
               recv_idx [R, K] local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32,
               zero where recv_idx is -1. Rows are ordered by source rank, then by token, like the staging rows.
@@ -24,8 +25,19 @@ from ..device.arrivals import Arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.job import Job, num_nodes, state_at
-from ..device.payload import MX, WORDS, Choices, Output, Tile, load_payload, staged_rows, store_scales, wire_of
-from ..device.tables import STEPS, expert_offsets_of
+from ..device.payload import (
+    MX,
+    WORDS,
+    Choices,
+    Output,
+    Tile,
+    fill_rest,
+    load_payload,
+    staged_rows,
+    store_scales,
+    wire_of,
+)
+from ..device.tables import REPORT_ARRIVALS, STEPS, expert_offsets_of, report_ptrs
 from ..spec import ep_kernel
 
 _NO_ROW = tl.constexpr(2**31 - 1)
@@ -131,6 +143,13 @@ def compact_rows_kernel(
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(state_at(job, STATUS)) == 0
+    if parts.HAS_IDX:
+        # A static buffer has more rows than arrive; a failed dispatch has none.
+        num_rows = tl.minimum(tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS)), row_limit)
+        first = tl.where(arrived, num_rows, 0) * choices.TOPK
+        fill_rest(recv_idx_ptr, first, row_limit * choices.TOPK, -1)
+        if parts.HAS_WEIGHTS:
+            fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         steps = tl.zeros([], tl.int64)

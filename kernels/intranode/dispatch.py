@@ -8,8 +8,8 @@ Protocol      1 push, in steps of consecutive tokens, each step shorter than the
               3 expand: wait until all programs of all local ranks have finished the next step; after their last
               step, with several nodes, wait likewise for the steps of the forward kernels (internode/dispatch.py)
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
-              MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows
-              are zeroed before
+              MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows,
+              and weights past the last segment, are zeroed before
 Layout        stage_x [capacity, row on the wire (device/payload.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
@@ -43,6 +43,7 @@ from ..device.payload import (
     RowTile,
     Source,
     Tile,
+    fill_rest,
     load_payload,
     staged_rows,
     store_scales,
@@ -304,6 +305,7 @@ def dispatch_expand_kernel(
     copy_rows_ptr,  # out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
     job: Job,
+    num_rows,  # output rows allocated; static buffers have rows past the last segment
     stage_capacity,
     arrivals: Arrivals,
     landing: Landing,
@@ -312,7 +314,10 @@ def dispatch_expand_kernel(
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(state_at(job, STATUS)) == 0
-    # Zero the padding while the first rows are in flight.
+    # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
+    if landing.HAS_WEIGHTS:
+        in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
+        fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), num_rows, 0.0)
     if landing.HAS_PADDING:
         if arrived:
             _zero_padding(job, out, placement_ptr, landing, tile)

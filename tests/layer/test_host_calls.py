@@ -1,4 +1,4 @@
-"""Upper bounds on the number of Python functions of this package that a call runs on the host.
+"""Upper bounds on what a call runs on the host: Python functions of this package, and operations of torch.
 
 Each takes a tenth of a microsecond, on a slow host three times that. These tests find additions (a property read again
 and again, a wrapper, a check of an argument that was not given) on a machine without a GPU. Launches do not count,
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import triton_ep
 from tests.layer.cases import Case, make_layer
@@ -79,3 +80,48 @@ def test_calls_run_no_more_functions(run_ranks, backend, nodes, ranks_per_node, 
     if backend != "host":
         pytest.skip("GPUs also have streams and events; CPU ranks find any addition")
     run_ranks(_check_functions, nodes, ranks_per_node, name)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes operations of torch that compute or write something: on a GPU each is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in ("empty", "new_empty", "view", "slice", "detach", "alias", "as_strided", "select"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_writes(rank: int, nodes: int, ranks_per_node: int, compact: bool) -> None:
+    case = Case("weights", static=not compact)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work = make_workload(
+            rank, 2, case.tokens[rank], hidden=case.hidden, topk=case.topk, num_experts=2 * case.experts
+        )
+
+        def dispatch() -> None:
+            if compact:
+                layer.dispatch_compact(work.x, work.topk_idx, work.topk_weights, num_rows=64)
+            else:
+                layer.dispatch(work.x, work.topk_idx, work.topk_weights)
+
+        def interpret(*arguments: Any) -> None:
+            with _disable_current_modes():  # interpreted kernels use torch
+                _INTERPRET(*arguments)
+
+        dispatch()  # creates memory that is kept
+        with mock.patch.object(launch, "_interpret", interpret), _Writes() as writes:
+            dispatch()
+        assert writes.found == [], f"a dispatch launches kernels of torch: {writes.found}"
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_static_dispatch_launches_nothing_of_torch(run_ranks, nodes, ranks_per_node, compact):
+    """Weights of rows that do not arrive, and ids of compact rows, are filled by the kernel that lays rows out."""
+    run_ranks(_check_writes, nodes, ranks_per_node, compact)

@@ -56,7 +56,7 @@ class Landing(ABC, Generic[Received]):
 
     @abstractmethod
     def make(self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool) -> Received:
-        """Allocate the results. If fewer rows may arrive, fill them on the current stream."""
+        """Allocate the results. The receiving half fills what does not arrive."""
 
     @abstractmethod
     def receive(
@@ -105,9 +105,8 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> dispatch_ops.Received:
         """Allocate rows; weights if there are some; output rows of staging rows if needed."""
-        exact = arrivals.host_counts is not None
         return dispatch_ops.make_received(
-            ctx, fmt, arrivals.num_rows, arrivals.num_staged, has_weights, exact, self.keep_copies, self.kind
+            ctx, fmt, arrivals.num_rows, arrivals.num_staged, has_weights, self.keep_copies, self.kind
         )
 
     def receive(
@@ -166,8 +165,7 @@ class Deduplicated(Landing[compact_ops.Compact]):
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> compact_ops.Compact:
         """Allocate rows; ids and weights if ids are wanted."""
-        exact = arrivals.host_counts is not None
-        return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, exact, self.idx_dtype, has_weights)
+        return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, self.idx_dtype, has_weights)
 
     def receive(
         self,

@@ -70,21 +70,18 @@ def dispatch(
         return side
 
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
+    # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
+    side = push()
     if reads:
-        # Launched before the host has read the counts; the kernels decide whether they may send (device/host_read.py).
-        side = push()
         arrivals, grown = init_output_buffer(ctx, request, landing, placement)
         if grown:
             release_held(ctx, placement)
             routing_ops.place(ctx, fmt, routing, placement, request.scatter)
             side = push()
-        # Allocate while rows are in flight.
-        received = landing.make(ctx, fmt, arrivals, has_weights)
     else:
         arrivals = known_arrivals(ctx, request, placement)
-        # `make` may fill tensors on the current stream, so it comes before the fork of the side stream.
-        received = landing.make(ctx, fmt, arrivals, has_weights)
-        side = push()
+    # Allocate while rows are in flight.
+    received = landing.make(ctx, fmt, arrivals, has_weights)
     receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
     if not split:
         receive()

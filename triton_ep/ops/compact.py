@@ -37,11 +37,10 @@ def make_compact(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
     num_rows: int,
-    exact: bool,
     idx_dtype: torch.dtype | None,
     has_weights: bool,
 ) -> Compact:
-    """Allocate `num_rows` rows; not `exact`: fewer may arrive, and the ids and weights of the rest are -1 and 0.
+    """Allocate `num_rows` rows; if fewer arrive, the ids and weights of the rest become -1 and 0.
 
     idx_dtype: dtype of the expert ids; None = neither ids nor weights are wanted.
     """
@@ -55,10 +54,6 @@ def make_compact(
     shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
-    if not exact:
-        idx.fill_(-1)
-        if weights is not None:
-            weights.zero_()
     return Compact(x, idx, weights, scale, ctx.identity_rows(num_rows))
 
 

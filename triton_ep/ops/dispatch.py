@@ -157,20 +157,18 @@ def make_received(
     num_rows: int,
     num_arrivals: int,
     has_weights: bool,
-    exact: bool,
     keep_copies: bool,
     landing: str | None,
 ) -> Received:
     """Allocate `num_rows` output rows for `num_arrivals` staging rows.
 
-    exact: exactly `num_rows` rows come. Otherwise fewer may, and the current stream zeroes the weights.
     keep_copies: keep the output rows of staging rows even if combine does not need them.
     landing: as in `EPAll2AllLayer.dispatch`.
     """
     cfg = ctx.config
     weights = None
     if has_weights:
-        weights = (torch.empty if exact else torch.zeros)(num_rows, dtype=torch.float32, device=ctx.device)
+        weights = torch.empty(num_rows, dtype=torch.float32, device=ctx.device)
     copy_rows = None
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
@@ -259,6 +257,7 @@ def _expand(
         copy_rows_ptr=placement if copy_rows is None else copy_rows,
         placement_ptr=placement,
         row_words=row_words,
+        num_rows=recv_x.shape[0],
         stage_capacity=ctx.sizes.arrival_rows,
         num_senders=exchange_programs(cfg.num_sm),
         stream=side,
