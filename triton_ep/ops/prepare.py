@@ -46,10 +46,11 @@ def _prepare(
     rows, columns = n if out is not None else 0, k if transposed is not None else 0
     uses = {"FPROP": rows > 0, "DGRAD": columns > 0}
     sizes = {"n": n, "k": k}
-    maxima = {
-        "row_max_ptr": w.new_zeros((experts, rows), dtype=torch.int32),
-        "column_max_ptr": w.new_zeros((experts, columns), dtype=torch.int32),
-    }
+    # One fill for both.
+    row_max, column_max = w.new_zeros(experts * (rows + columns), dtype=torch.int32).split(
+        [experts * rows, experts * columns]
+    )
+    maxima = {"row_max_ptr": row_max, "column_max_ptr": column_max}
     if not again:
         tile = maxima_tile(INTERPRETING)
         plan = Plan("weight_maxima_kernel", {"ROWS": uses["FPROP"], "COLUMNS": uses["DGRAD"], **tile})
