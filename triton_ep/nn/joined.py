@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.nn.expert_block import ExpertBlock, Rows, Saved
+from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.prepared import invalidate_after_steps
 
 
@@ -13,12 +18,15 @@ class Joined:
     """Cached tensor [e, 2F, ...] of two tensors [e, F, ...], joined again when one of them has changed.
 
     A half has changed if its address or version counter moved and, as in `PreparedWeights`, after a step of any torch
-    optimizer: FSDP gathers new weights into memory whose counter stays. The joined tensor keeps its memory. During the
-    capture of a CUDA graph every call joins anew, because a replay checks nothing.
+    optimizer: FSDP gathers new weights into memory whose counter stays. The joined tensor keeps its memory; its version
+    counter moves only if an address or a counter of the halves did, so a step of an optimizer of other parameters does
+    not spoil graphs that wait for their backward pass. During the capture of a CUDA graph every call joins anew,
+    because a replay checks nothing.
     """
 
     def __init__(self) -> None:
         self._made_of: tuple[int, ...] | None = None
+        self._current = False
         self._both: torch.Tensor | None = None
         invalidate_after_steps(self)
 
@@ -36,7 +44,7 @@ class Joined:
 
     def invalidate(self) -> None:
         """Join again at the next call: call this when values changed without moving torch's version counters."""
-        self._made_of = None
+        self._current = False
 
     @torch.inference_mode(False)  # the cached tensor outlives inference mode and must stay writable outside it
     @torch.no_grad()
@@ -50,9 +58,9 @@ class Joined:
             both = self._both = first.new_empty(e, 2 * rows, *rest)
             self._made_of = None
         made_of = (first.data_ptr(), first._version, second.data_ptr(), second._version)
-        if made_of != self._made_of:
-            torch.cat([first, second], 1, out=both)
-            self._made_of = made_of
+        if made_of != self._made_of or not self._current:
+            torch.cat([first, second], 1, out=both if made_of != self._made_of else both.data)
+            self._made_of, self._current = made_of, True
         return both.detach()
 
 
@@ -66,3 +74,62 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         return grad[:, : ctx.rows], grad[:, ctx.rows :], None
+
+
+class Halves(Protocol):
+    """A module of experts whose parameters are halves of what their products take (`SwiGLUExperts`)."""
+
+    def joined(self, parameters: Sequence[torch.Tensor]) -> Params:
+        """What the products take, of the module's parameters. No gradient."""
+
+    def joined_needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
+        """Which of these need gradients, given the needs of the module's parameters."""
+
+    def parted(
+        self, grads: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the module's parameters, from those of what the products take."""
+
+
+@dataclass(frozen=True)
+class JoinedExperts:
+    """The `Experts` of a `MoEBlock` whose parameters are the halves: w1, w3, w2, and biases in the same order.
+
+    The joined tensors are made in each direction and not saved between them, so the block sees the parameters
+    themselves, and whether they were changed in place in between.
+    """
+
+    owner: Halves
+    experts: ExpertBlock
+
+    def before(self, params: Params) -> Callable[[], None] | None:
+        """As the experts have it, of the joined parameters."""
+        if self.experts.prepared is None:
+            return None
+        return self.experts.before(self.owner.joined(_all(params)))
+
+    def forward(
+        self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
+    ) -> tuple[torch.Tensor, Saved]:
+        """As the experts do, of the joined parameters."""
+        given = _all(params)
+        needs = self.owner.joined_needs([each.requires_grad for each in given])
+        joined = [
+            each if each is None else each.detach().requires_grad_(need)
+            for each, need in zip(self.owner.joined(given), needs, strict=True)
+        ]
+        return self.experts.forward(rows, row_weights, joined, desc, keep)
+
+    def backward(
+        self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
+    ) -> ExpertGradients:
+        """As the experts do; gradients of the joined parameters are parted."""
+        given = _all(params)
+        wanted = replace(needs, params=self.owner.joined_needs(needs.params))
+        found = self.experts.backward(grad, saved, self.owner.joined(given), desc, wanted)
+        return replace(found, params=lambda: self.owner.parted(found.params(), given))
+
+
+def _all(params: Params) -> list[torch.Tensor]:
+    """Parameters of a module, none of which is left out."""
+    return [each for each in params if each is not None]

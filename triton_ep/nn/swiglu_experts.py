@@ -14,8 +14,8 @@ from triton_ep.nn import operations
 from triton_ep.nn.arrivals import keeper_of_arrivals
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
-from triton_ep.nn.joined import Joined
-from triton_ep.nn.moe_block import MoEBlock
+from triton_ep.nn.joined import Joined, JoinedExperts
+from triton_ep.nn.moe_block import MoEBlock, Params
 from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.row_scales import RowScaled
@@ -219,23 +219,26 @@ class SwiGLUExperts(nn.Module):
         if operations.is_observed():
             return operations.moe(self, over.layer, x, routing, weights)
         try:
-            parameters = self.parameters_now()
-            self._check(parameters, x.device)
+            self._check(x.device)
+            # The block takes separate parameters themselves, to see whether they change before the backward pass.
+            joined = not self.separate or over.layer.config.low_latency
+            given: Params = self.parameters_now() if joined else self.local_parameters()
         except Exception:
             over.layer.refuse()
             raise
         if over.layer.config.low_latency:
-            return self.low_latency_pass(over, x, routing, weights, parameters)
-        return self.block_over(over)(x, routing, weights, parameters)
+            return self.low_latency_pass(over, x, routing, weights, given)
+        return self.block_over(over, joined)(x, routing, weights, given)
 
-    def block_over(self, over: Exchange) -> MoEBlock:
-        """Dispatch, these experts, combine."""
+    def block_over(self, over: Exchange, joined: bool = True) -> MoEBlock:
+        """Dispatch, these experts, combine. Its parameters are w13, w2, b13, b2, or with joined=False the module's."""
         block = ExpertBlock(self.prepared, self._settings(aligned=True), keeper_of_arrivals(over.layer))
+        experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(over.layer, block, landing, landing, over.use, block.before)
+        return MoEBlock(over.layer, experts, landing, landing, over.use, experts.before)
 
     def low_latency_pass(
-        self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Parameters
+        self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Params
     ) -> torch.Tensor:
         """Result [T, H] for tokens, over a low-latency exchange; no gradient."""
         block = ExpertBlock(self.prepared, self._settings(aligned=False))
@@ -253,7 +256,7 @@ class SwiGLUExperts(nn.Module):
         ends = ("1", "3", "2") if self.separate else ("13", "2")
         return [letter + end for letter in ("w", "b")[: 1 if self.b2 is None else 2] for end in ends]
 
-    def joined(self, parameters: list[torch.Tensor]) -> Parameters:
+    def joined(self, parameters: Sequence[torch.Tensor]) -> Parameters:
         """w13, w2, b13, b2 as the products take them, from `local_parameters`. No gradient."""
         if self.separate:
             w1, w3, w2, *biases = parameters
@@ -266,13 +269,15 @@ class SwiGLUExperts(nn.Module):
             w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
         return w13, w2, b13, biases[-1] if biases else None
 
-    def joined_needs(self, needs: list[bool]) -> tuple[bool, ...]:
+    def joined_needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
         """Whether w13, w2, b13 and b2 need gradients, given the needs of `local_parameters`."""
         count = len(needs) // (1 if self.b2 is None else 2)
         of_weights, of_biases = needs[:count], needs[count:] or [False]
         return any(of_weights[:-1]), of_weights[-1], any(of_biases[:-1]), of_biases[-1]
 
-    def parted(self, grads: Sequence[torch.Tensor | None], parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def parted(
+        self, grads: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
         """Gradients of `local_parameters`, from those of w13, w2, b13 and b2."""
         found: list[torch.Tensor | None] = []
         for first, second in (grads[:2], grads[2:])[: 1 if self.b2 is None else 2]:
@@ -289,13 +294,14 @@ class SwiGLUExperts(nn.Module):
             found.append(own if as_they_are and name.startswith("w") and hasattr(own, "main_grad") else given.detach())
         return found
 
-    def _check(self, parameters: Parameters, device: torch.device) -> None:
+    def _check(self, device: torch.device) -> None:
         """Raise InputError if a parameter was replaced by one of another shape or on another device."""
-        width = (2 if self.activation.gated else 1) * self.ffn
-        shapes = ((width, self.hidden), (self.hidden, self.ffn), (width,), (self.hidden,))
-        for name, value, shape in zip(("w13", "w2", "b13", "b2"), parameters, shapes, strict=True):
-            wanted = (self.num_local_experts, *shape)
-            if value is not None and (value.shape != wanted or value.device != device):
+        rows = {"13": (2 if self.activation.gated else 1) * self.ffn, "1": self.ffn, "3": self.ffn, "2": self.hidden}
+        for name in self._names():
+            value, end = local_part(getattr(self, name)), name[1:]
+            columns = () if name.startswith("b") else (self.ffn if end == "2" else self.hidden,)
+            wanted = (self.num_local_experts, rows[end], *columns)
+            if value.shape != wanted or value.device != device:
                 raise InputError(
                     f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
                     f"{value.device}."
