@@ -84,6 +84,23 @@ def test_what_version_counters_do_not_show(made: list[str]) -> None:
     assert made[3:] == ["fprop"]
 
 
+@pytest.mark.parametrize("precision", ["default", "exact"])
+def test_copies_of_inference_mode_are_made_anew_outside_of_it(precision: str) -> None:
+    """An evaluation under torch.inference_mode makes the copies, which training then updates."""
+    weight, prepared = _weight(), PreparedWeights(precision=precision)
+    with torch.inference_mode():
+        for use in ("fprop", "dgrad"):
+            prepared.get(weight, use)
+    with torch.no_grad():
+        weight.mul_(2)
+    for use in ("fprop", "dgrad"):
+        seen, wanted = prepared.get(weight, use), PreparedWeights("none", precision).get(weight, use)
+        if isinstance(seen, RowScaled):
+            assert torch.equal(seen.scale, wanted.scale)
+            seen, wanted = seen.qdata.float(), wanted.qdata.float()
+        assert torch.equal(seen, wanted)
+
+
 @pytest.mark.parametrize(("kind", "calls"), [("fprop", ["fprop", "dgrad", "dgrad"]), ("none", ["fprop", "dgrad"] * 2)])
 def test_fewer_copies(made: list[str], kind: str, calls: list[str]) -> None:
     """Copies that are not kept are built at every use."""

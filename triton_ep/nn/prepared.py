@@ -122,6 +122,7 @@ class PreparedWeights:
         kept = self._kept.get(key)
         return kept is not None and kept.made_of != made_of
 
+    @torch.inference_mode(False)  # copies outlive inference mode and must stay writable outside it
     @torch.no_grad()
     def _make(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
         """Copies for these uses, in the memory of old ones where they fit."""
