@@ -112,6 +112,17 @@ def test_balancing_loss():
     torch.testing.assert_close(even(torch.eye(4))[2], torch.tensor(1.0))
 
 
+def test_the_bias_stays_float32_when_the_model_is_cast():
+    """Beside 0.5, an update of 0.001 is less than half a step of bf16."""
+    router = torch.nn.Sequential(_router(score="sigmoid", correction_bias=True)).bfloat16()[0]
+    assert router.weight.dtype == torch.bfloat16 and router.expert_bias.dtype == torch.float32
+    router.expert_bias.fill_(0.5)
+    router(_tokens(40))
+    router.update_expert_bias(1e-3)
+    assert torch.equal((router.expert_bias - 0.5).abs() > 5e-4, torch.ones(EXPERTS, dtype=torch.bool))
+    assert router.to("meta").expert_bias.is_meta
+
+
 def test_bias_moves_towards_even_loads():
     """Training counts assignments; an update moves the bias by the rate and resets the counts; many updates balance."""
     router = _router(score="sigmoid", correction_bias=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class TopKRouter(nn.Module):
 
     Attributes:
         weight: [E, H]. bias: [E] or None.
-        expert_bias: [E] float32, saved with the module; None without correction_bias.
+        expert_bias: [E] float32, saved with the module, and float32 still after `module.bfloat16()`, whose steps are
+            larger than those of an update; None without correction_bias.
         expert_load: [E] int64, assignments to each expert in training since the last update; not saved.
 
     Raises:
@@ -76,6 +78,14 @@ class TopKRouter(nn.Module):
         self.register_buffer("expert_bias", zeros)
         self.register_buffer("expert_load", None if zeros is None else zeros.long(), persistent=False)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """As of every module, except that `expert_bias` keeps its dtype."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
