@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, WaitTimeout
-from triton_ep.nn import MoE, exchanges, expert_block, finalize_exchanges, new_exchange
+from triton_ep.nn import MoE, clip_grad_norm_, exchanges, expert_block, finalize_exchanges, new_exchange
 
 pytestmark = pytest.mark.plain
 HIDDEN = 128
@@ -72,6 +72,22 @@ def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_modules_of_the_same_sizes_share_an_exchange(run_ranks):
     """Copies share it too; the last holder frees its memory, and a module can connect again."""
     run_ranks(_share, 1, 2)
+
+
+def _twins(rank: int, nodes: int, ranks_per_node: int) -> None:
+    own = new_exchange(HIDDEN, **SIZES)
+    model = torch.nn.ModuleList([_moe()])
+    model.append(model[0].over(own))
+    x = _x(rank)
+    sum(moe(x).float().square().sum() for moe in model).backward()
+    assert torch.equal(clip_grad_norm_(model, 1e9), clip_grad_norm_(model[0], 1e9))
+    own.finalize()
+    finalize_exchanges()
+
+
+def test_gradients_of_one_module_over_two_exchanges_count_once(run_ranks):
+    """The norm of a model with both of `MoE.over`'s modules in it."""
+    run_ranks(_twins, 1, 2)
 
 
 def _unfit(rank: int, nodes: int, ranks_per_node: int) -> None:

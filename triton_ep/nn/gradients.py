@@ -35,7 +35,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     """
     if max_norm < 0 or norm_type <= 0:
         raise InputError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm} and {norm_type}.")
-    moes = [each for each in module.modules() if isinstance(each, MoE)]
+    # By their experts, which `MoE.over` shares between two modules.
+    moes = list({id(each.experts): each for each in module.modules() if isinstance(each, MoE)}.values())
     of_experts = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}
     dense = [p.grad for p in module.parameters() if p.grad is not None and id(p) not in of_experts]
     norms = []
