@@ -101,6 +101,22 @@ def test_copies_of_inference_mode_are_made_anew_outside_of_it(precision: str) ->
         assert torch.equal(seen, wanted)
 
 
+@pytest.mark.parametrize("precision", ["default", "exact"])
+def test_copies_of_inference_tensors(precision: str) -> None:
+    """A model that was made under torch.inference_mode has weights without version counters."""
+    with torch.inference_mode():
+        weight, prepared = _weight().detach().clone(), PreparedWeights(precision=precision)
+        assert weight.is_inference()
+        prepared.get(weight, "fprop")
+        weight.mul_(2)
+    with torch.no_grad():
+        prepared.invalidate()
+        seen, wanted = (each.get(weight, "fprop") for each in (prepared, PreparedWeights("none", precision)))
+    if isinstance(seen, RowScaled):
+        seen, wanted = seen.scale, wanted.scale
+    assert torch.equal(seen, wanted)
+
+
 @pytest.mark.parametrize(("kind", "calls"), [("fprop", ["fprop", "dgrad", "dgrad"]), ("none", ["fprop", "dgrad"] * 2)])
 def test_fewer_copies(made: list[str], kind: str, calls: list[str]) -> None:
     """Copies that are not kept are built at every use."""

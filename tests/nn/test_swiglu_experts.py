@@ -91,6 +91,17 @@ def test_joined_halves_are_made_again_after_a_step_of_any_optimizer() -> None:
     assert torch.equal(after, torch.cat([first, second], 1)) and after.data_ptr() == before.data_ptr()
 
 
+def test_halves_without_version_counters() -> None:
+    """A model that was made under torch.inference_mode."""
+    joined = Joined()
+    with torch.inference_mode():
+        first, second = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
+        joined(first, second)
+        first.mul_(2)
+    joined.invalidate()
+    assert torch.equal(joined(first, second), torch.cat([first, second], 1))
+
+
 def test_the_joined_copy_follows_its_halves():
     """Joined once, at one address; again after a half changes or `invalidate`; the gradient is split into halves."""
     first, second = (torch.randn(2, 3, 4).requires_grad_() for _ in range(2))

@@ -11,7 +11,7 @@ import torch
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.nn.expert_block import ExpertBlock, Rows, Saved
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
-from triton_ep.nn.prepared import invalidate_after_steps
+from triton_ep.nn.prepared import invalidate_after_steps, version_of
 
 
 class Joined:
@@ -46,10 +46,14 @@ class Joined:
         """Join again at the next call: call this when values changed without moving torch's version counters."""
         self._current = False
 
-    @torch.inference_mode(False)  # the cached tensor outlives inference mode and must stay writable outside it
-    @torch.no_grad()
     def values(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """The joined tensor. Do not write to it."""
+        # It outlives inference mode and must stay writable outside it, unless a half is not.
+        with torch.inference_mode(first.is_inference() or second.is_inference()):
+            return self._values(first, second)
+
+    @torch.no_grad()  # leaving inference mode turns gradients on
+    def _values(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.cat([first, second], 1)
         both = self._both
@@ -57,7 +61,7 @@ class Joined:
             e, rows, *rest = first.shape
             both = self._both = first.new_empty(e, 2 * rows, *rest)
             self._made_of = None
-        made_of = (first.data_ptr(), first._version, second.data_ptr(), second._version)
+        made_of = (first.data_ptr(), version_of(first), second.data_ptr(), version_of(second))
         if made_of != self._made_of or not self._current:
             torch.cat([first, second], 1, out=both if made_of != self._made_of else both.data)
             self._made_of, self._current = made_of, True

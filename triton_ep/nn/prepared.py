@@ -122,10 +122,14 @@ class PreparedWeights:
         kept = self._kept.get(key)
         return kept is not None and kept.made_of != made_of
 
-    @torch.inference_mode(False)  # copies outlive inference mode and must stay writable outside it
-    @torch.no_grad()
     def _make(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
         """Copies for these uses, in the memory of old ones where they fit."""
+        # Copies outlive inference mode and must stay writable outside it, unless the weight is not.
+        with torch.inference_mode(_memory(weight).is_inference()):
+            return self._make_now(weight, uses, old)
+
+    @torch.no_grad()  # leaving inference mode turns gradients on
+    def _make_now(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
         weight = weight.detach()
         old = {use: copy for use, copy in old.items() if _fits(copy, weight, use)}
         if self.precision == "exact":
@@ -147,8 +151,17 @@ def _is_capturing(device: torch.device) -> bool:
 
 def _identity(weight: torch.Tensor) -> tuple[int, int]:
     """Address and version counter."""
-    memory = weight.qdata if isinstance(weight, MXTensor) else weight
-    return memory.data_ptr(), 0 if memory.is_inference() else memory._version
+    memory = _memory(weight)
+    return memory.data_ptr(), version_of(memory)
+
+
+def _memory(weight: torch.Tensor) -> torch.Tensor:
+    return weight.qdata if isinstance(weight, MXTensor) else weight
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _values(weight: torch.Tensor, use: str, old: Copy | None) -> torch.Tensor:
