@@ -282,9 +282,12 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"dtype": torch.float16}, "dtype is torch.float16, but experts multiply bfloat16"),
         ({"activation": "tanh"}, "kind is 'tanh'"),
         ({"prepared": "fprop"}, "bf16 products read the weights themselves"),
+        ({"num_experts": "4"}, "num_experts must be an integer of at least 1, got '4'"),
+        ({"payload": "mxfp8", "hidden": 48}, "hidden is 48, .* the nearest is 32 or 64"),
+        ({"payload": "mxfp8", "ffn": 100}, "ffn is 100, .* the nearest is 96 or 128"),
     ):
         with pytest.raises(ConfigError, match=words):
-            MoE(HIDDEN, FFN, **{"num_experts": 4, **SIZES, **options})
+            MoE(**{"hidden": HIDDEN, "ffn": FFN, "num_experts": 4, **SIZES, **options})
     finalize_exchanges()
 
 

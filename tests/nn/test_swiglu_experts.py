@@ -139,3 +139,7 @@ def test_options_that_do_not_go_together():
             _experts(**options)
     with pytest.raises(ConfigError, match=r"ffn is 100, but payload=.mxfp8. .* the nearest is 96 or 128"):
         SwiGLUExperts(HIDDEN, 100, 2, payload="mxfp8")
+    with pytest.raises(ConfigError, match="experts 3 to 4 of this rank are not among 4"):
+        SwiGLUExperts(HIDDEN, FFN, 2, first_expert=3, num_experts=4)
+    with pytest.raises(ConfigError, match="num_local_experts must be an integer of at least 1, got 0"):
+        SwiGLUExperts(HIDDEN, FFN, 0)

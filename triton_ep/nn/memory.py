@@ -9,7 +9,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
 from triton_ep.nn.arrivals import keeps_arrivals
 from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, alignment_of, sizes_of
-from triton_ep.nn.swiglu_experts import check_precision
+from triton_ep.nn.swiglu_experts import check_precision, check_sizes
 
 _SCALE_BYTES = 4
 _TABLE_BYTES = 4
@@ -59,6 +59,7 @@ def estimate_memory(
     given = sizes_of(hidden, exchange, world_size)
     payload, rows = given.payload, given.capacity
     check_precision(payload, precision)
+    check_sizes(hidden, ffn, payload)
     config = EPConfig(
         max_tokens=given.max_tokens,
         hidden=hidden,

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from triton_ep.config import as_integer
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.agreement import check_agreement
 from triton_ep.nn.beside import Beside
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter
-from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
+from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision, check_sizes
 
 _HOOKS_INSIDE = (
     "fully_shard(moe.experts) has put FSDP's hooks inside the compiled module. Shard the compiled module as a whole, "
@@ -118,13 +120,21 @@ class MoE(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
+        group = dist.group.WORLD if group is None else group
+        world_size, rank = check_group(group), dist.get_rank(group)
+        alike: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "num_experts": num_experts, "topk": topk}
+        alike |= {"max_tokens": max_tokens, "payload": payload, "precision": precision, "capacity": capacity}
+        alike |= {"low_latency": low_latency, "exchange": type(exchange), "dtype": dtype, "num_sm": num_sm}
+        alike |= {"timeout_s": timeout_s, "local_world_size": local_world_size, "activation": activation}
+        alike |= {"gated": gated, "limit": limit, "alpha": alpha, "up_offset": up_offset, "bias": bias}
+        check_agreement(group, alike)
         check_precision(payload, precision)
+        check_sizes(hidden, ffn, payload)
+        num_experts = as_integer("num_experts", num_experts)
         if dtype is not torch.bfloat16:
             raise ConfigError(
                 f"dtype is {dtype}, but experts multiply bfloat16 rows. For parameters pass params_dtype."
             )
-        group = dist.group.WORLD if group is None else group
-        world_size, rank = check_group(group), dist.get_rank(group)
         if num_experts % world_size:
             raise ConfigError(
                 f"{num_experts} experts cannot be shared evenly by the {world_size} ranks of the group. Pad them to "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from triton_ep.config import as_integer
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import operations
 from triton_ep.nn.arrivals import keeper_of_arrivals
@@ -95,7 +96,13 @@ class SwiGLUExperts(nn.Module):
         self.payload, self.precision, self.separate = payload, precision, separate
         self.activation = Activation(activation, gated, limit, alpha, up_offset)
         check_activation(self.activation)
-        _check_sizes(hidden, ffn, payload)
+        check_sizes(hidden, ffn, payload)
+        last = as_integer("num_local_experts", num_local_experts) + first_expert
+        if first_expert < 0 or last > self.num_experts:
+            raise ConfigError(
+                f"experts {first_expert} to {last - 1} of this rank are not among {self.num_experts}. Check "
+                "first_expert, num_local_experts and num_experts."
+            )
         self.prepared = None if payload is None else PreparedWeights(prepared, precision)
         e = num_local_experts
         halves = {"1": ffn, "3": ffn} if separate else {"13": 2 * ffn if gated else ffn}
@@ -333,7 +340,7 @@ def check_precision(payload: Any, precision: Any) -> None:
         )
 
 
-def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
+def check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
     """Raise ConfigError for sizes that no product takes; the message names the nearest that fit."""
     step = 1 if payload is None else 32
     for name, size in (("hidden", hidden), ("ffn", ffn)):
