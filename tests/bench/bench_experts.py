@@ -49,6 +49,8 @@ FEW = {"deepseek-v3-8": (32, 4096, 7168), "tiny": (3, 64, 128)}
 PARTS = ("forward", "backward", "passes", "few", "errors")
 KINDS = ("normal", "outlier channels", "shifted", "one sign")
 SEED = 0
+_ROUNDS = 3
+"""How often the implementations of a result take turns."""
 
 Operand = torch.Tensor | RowScaled
 
@@ -421,18 +423,22 @@ def check(case: Case) -> tuple[str | None, float | None]:
 
 
 def measure(cases: Sequence[Case], device: torch.device, iters: int, warmup: int) -> list[Measured]:
-    """Check cases of one result, then time them in turns: a GPU at its power limit changes its clocks within seconds.
+    """Check cases of one result, then time them in `_ROUNDS` rounds, each with a burst of every case.
+
+    A GPU at its power limit changes its clocks within milliseconds: a burst of calls has the clocks that its kernel
+    leads to, which a single call after another kernel has not; rounds spread slower changes over all cases. A burst
+    is `warmup` calls that are not counted, then a share of `iters` calls.
 
     Raises:
         WrongResult: a result is wrong.
     """
     checked = [check(case) for case in cases]
-    timer = Timer(device, 1, 0)
+    timer = Timer(device, -(-iters // _ROUNDS), warmup)
     times: list[list[float]] = [[] for _ in cases]
-    for turn in range(warmup + iters):
+    for _ in range(min(_ROUNDS, iters)):
         for case, (reason, _), found in zip(cases, checked, times, strict=True):
             if reason is None:
-                found += timer.times(lambda _, case=case: case.call(), lambda: None)[turn < warmup :]
+                found += timer.times(lambda _, case=case: case.call(), lambda: None)
     return [
         (case, summarize([found]) if reason is None else reason, error)
         for case, (reason, error), found in zip(cases, checked, times, strict=True)

@@ -47,11 +47,11 @@ def test_a_wrong_product_is_not_timed() -> None:
 
 
 def test_cases_of_a_result_take_turns() -> None:
-    """Each is called once to be checked, then they alternate; warm-up turns are not counted."""
+    """Each is called once to be checked, then bursts alternate; warm-up calls are not counted."""
     calls: list[str] = []
     cases = [bench.Case("forward", "down", how, lambda how=how: calls.append(how)) for how in ("one", "two")]
-    found = bench.measure(cases, CPU, iters=2, warmup=1)
-    assert calls == ["one", "two"] * 4
+    found = bench.measure(cases, CPU, iters=6, warmup=1)
+    assert calls == ["one", "two"] + (["one"] * 3 + ["two"] * 3) * 3
     assert [case.how for case, *_ in found] == ["one", "two"]
     assert all(isinstance(timing, Timing) for _, timing, _ in found)
 
