@@ -22,11 +22,11 @@ def parameters(ptx: str) -> list[str]:
     Raises:
         ValueError: there is not exactly one kernel, or a parameter of another kind.
     """
-    entries = _ENTRY.findall(ptx)
-    if len(entries) != 1:
-        raise ValueError(f"the PTX has {len(entries)} kernels, not 1")
+    kernels = _ENTRY.findall(ptx)
+    if len(kernels) != 1:
+        raise ValueError(f"the PTX has {len(kernels)} kernels, not 1")
     kinds = []
-    for text in entries[0][1].split(","):
+    for text in kernels[0][1].split(","):
         found = _PARAM.search(text.strip())
         if found is None:
             raise ValueError(f"parameter not understood: {text.strip()!r}")
