@@ -1,1 +1,1 @@
-"""Kernels of the experts of a MoE layer, on one GPU: products of rows in segments, activation, row scales."""
+"""Kernels of the experts of a MoE layer, on one GPU: products over segments of rows, activation, row scales."""

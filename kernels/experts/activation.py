@@ -1,11 +1,11 @@
-"""What stands between the two products of an expert, and its derivatives, on float32 tiles.
+"""Activation between the two products of an expert, and its derivatives, on float32 tiles.
 
     gated       act(g) * (u + up_offset)
-    not gated   act(g); u is not looked at
-    CLAMP       g is cut from above at `limit`, u at both sides, before anything else
+    not gated   act(g); u is ignored
+    CLAMP       first clamps g from above at `limit`, and u from both sides
 
-KIND: ACT_SILU g * sigmoid(alpha * g), ACT_GELU by the error function, ACT_RELU max(g, 0), ACT_RELU2 its square. Where a
-cut touches its bound, and where relu is at 0, the gradient passes, as that of torch.clamp does. A NaN stays one.
+KIND: ACT_SILU g * sigmoid(alpha * g), ACT_GELU by the error function, ACT_RELU max(g, 0), ACT_RELU2 its square. At the
+bound of a clamp, and at 0 of relu, the gradient passes, as for torch.clamp. A NaN stays a NaN.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # of the normal distribution
 
 
 class Activation(NamedTuple):
-    """Which one it is; the values are explained above, the numbers in codes.py."""
+    """An activation, as the docstring of the module defines it. Numbers of KIND: device/codes.py."""
 
     KIND: tl.constexpr
     GATED: tl.constexpr
@@ -46,10 +46,10 @@ else:
 
     @triton.jit
     def _sigmoid(x):
-        """1 / (1 + exp(-x)) of float32, 4 instructions where `tl.sigmoid` takes 14.
+        """1 / (1 + exp(-x)) of float32 in 4 instructions; `tl.sigmoid` takes 14.
 
-        Approximations of 1 and 2 units in the last place, as there. What these flush to zero is not seen beside 1, and
-        a sigmoid below 2**-126 becomes 0.
+        Its approximations have errors of 1 and 2 units in the last place, as in `tl.sigmoid`. An exponential that is
+        flushed to zero would vanish when added to 1; a sigmoid below 2**-126 becomes 0.
         """
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
@@ -64,7 +64,7 @@ else:
 
 @triton.jit
 def _at_most(x, limit):
-    # Not a minimum, which would drop a NaN.
+    # Not tl.minimum: it would drop a NaN.
     return tl.where(x > limit, limit, x)
 
 
@@ -102,7 +102,7 @@ def _with_offset(u, UP_OFFSET: tl.constexpr):
 
 @triton.jit
 def apply_activation(g, u, activation):
-    """Value for float32 `g` and `u` of one shape; without GATED anything may stand for `u`."""
+    """Value for float32 `g` and `u` of one shape; without GATED `u` is ignored."""
     if activation.CLAMP:
         g = _at_most(g, activation.LIMIT)
     value = _kind_value(g, activation.KIND, activation.ALPHA)
@@ -115,7 +115,7 @@ def apply_activation(g, u, activation):
 
 @triton.jit
 def activation_gradients(g, u, activation):
-    """(value, d value / dg, d value / du), each float32 of the shape of `g`; without GATED the last is the first."""
+    """(value, d value / dg, d value / du), float32 in the shape of `g`; without GATED the last equals the first."""
     passes_g = g
     passes_u = u
     if activation.CLAMP:

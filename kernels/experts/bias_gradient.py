@@ -1,7 +1,7 @@
-"""Gradient of a bias that every row of a segment gets: sums of the segments' rows.
+"""Gradient of a bias that is added to every row of a segment: the sum of the segment's rows.
 
-Protocol      A program adds up BLOCK_N columns of one segment's rows, BLOCK_R at a time, in order, in float32; with
-              HAS_WEIGHTS every row times its weight. An empty segment gives zeros.
+Protocol      A program sums BLOCK_N columns of one segment's rows, BLOCK_R rows at a time, in order, in float32; with
+              HAS_WEIGHTS it multiplies every row by its weight first. An empty segment gives zeros.
 Layout        x [R, N] row-major, out [E, N] float32.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
@@ -17,7 +17,7 @@ from ..spec import ep_kernel
 def bias_gradient_kernel(
     x_ptr,  # [R, N] bf16
     offs_ptr,  # [E + 1] int32
-    weights_ptr,  # with HAS_WEIGHTS [R] float32, else anything
+    weights_ptr,  # with HAS_WEIGHTS [R] float32, else unused
     out_ptr,  # out [E, N] float32
     n,
     HAS_WEIGHTS: tl.constexpr,

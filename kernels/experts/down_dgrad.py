@@ -1,17 +1,18 @@
-"""Gradient of the rows of an expert's second product, and at once that of the activation in front of it.
+"""Gradient of the rows of an expert's second product, fused with the gradient of the activation before it.
 
 Protocol      down_dgrad: dact = dy @ w2 over segments is the gradient of the weighted activation; it never leaves
-              registers. From a tile of it, of g and u in `pre` and of the rows' weights follow dpre = dact * weight *
-              derivatives (of g, then of u), act, the weighted activation once more, for the gradient of w2, and of each
-              row the sum of dact * activation over the tile's columns: its share of the gradient of the row's weight.
-              row_weight_gradient adds the shares in the order of tiles, and what the bias of the second product adds.
-              Programs are persistent; each takes every num_programs-th of the tile table's tiles times the columns.
-              FP8: both sides have one scale per row, so there is none inside the sum; PROMOTE adds the products of
-              every step in float32, outside of the tensor core, whose own sums are short.
-Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which cut boxes at H and F, so
-              that no box holds values of the next expert. Boxes of dy may reach into the next segment: what is computed
-              there is not stored. pre, dpre [R, 2F] (not GATED: [R, F]), which may be the same memory, and act [R, F]
-              bf16 row-major; shares [tiles of F, R] float32. Tiles: device/tiles.py. Rows behind the last segment are
+              registers. From a tile of dact, g and u in `pre`, and the rows' weights, a program computes
+              dpre = dact * weight * derivatives (of g, then of u); act, the weighted activation again, for the gradient
+              of w2; and per row the sum of dact * activation over the tile's columns, which is the tile's share of the
+              gradient of the row's weight. row_weight_gradient adds the shares in the order of tiles, and the
+              contribution of the second product's bias.
+              Programs are persistent; each takes every num_programs-th tile: records of the table times columns.
+              FP8: both operands have one scale per row, so no scale is inside the sum; PROMOTE adds the products of
+              every step in float32, outside of the tensor core, which accumulates with fewer bits.
+Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which clip boxes at H and F, so
+              that no box holds values of the next expert. Boxes of dy may reach into the next segment: results for
+              those rows are not stored. pre, dpre [R, 2F] (not GATED: [R, F]), which may share memory, and act [R, F]
+              bf16 row-major; shares [tiles of F, R] float32. Tiles: device/tiles.py. Rows past the last segment are
               not written.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
@@ -32,7 +33,7 @@ from .products import add_step, table_tile, table_tiles
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Left and right half of a tile [ROWS, COLUMNS], without moving a value to another thread."""
+    """Left and right half of a tile [ROWS, COLUMNS]; no value moves to another thread."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
@@ -46,12 +47,12 @@ def _weights_tile(w, expert, col, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexp
 
 
 class Factors(NamedTuple):
-    """What the product is multiplied by.
+    """Scales of the product and weights of its rows.
 
     Attributes:
-        dy_scale_ptr: with FP8 [R] float32, else anything.
-        w_scale_ptr: with FP8 [E, F] float32, else anything.
-        weights_ptr: with HAS_WEIGHTS [R] float32, else anything.
+        dy_scale_ptr: with FP8 [R] float32, else unused.
+        w_scale_ptr: with FP8 [E, F] float32, else unused.
+        weights_ptr: with HAS_WEIGHTS [R] float32, else unused.
         FP8: operands are e4m3 with scales.
         HAS_WEIGHTS: rows have routing weights.
     """
@@ -64,13 +65,14 @@ class Factors(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """What the kernel reads and stores per row.
+    """Tensors that the kernel reads and stores per row.
 
     Attributes:
-        pre_ptr: [R, 2F] bf16, what the activation was of.
-        dpre_ptr: out [R, 2F] bf16, its gradient; may be pre_ptr: what is stored follows from what was loaded.
-        act_ptr: out [R, F] bf16, the activation.
-        shares_ptr: with HAS_WEIGHTS out [tiles of F, R] float32, else anything.
+        pre_ptr: [R, 2F] bf16, the input of the activation.
+        dpre_ptr: out [R, 2F] bf16, the gradient of `pre`; may equal pre_ptr: every element is loaded before it is
+            stored.
+        act_ptr: out [R, F] bf16, the weighted activation.
+        shares_ptr: with HAS_WEIGHTS out [tiles of F, R] float32, else unused.
     """
 
     pre_ptr: Any
@@ -93,8 +95,8 @@ class Method(NamedTuple):
     Attributes:
         PROMOTE: as in `add_step`.
         K_MAJOR: weights are [E, F, H], else [E, H, F].
-        SPLIT: in two halves of the rows.
-        FLATTEN: the next tile's loads begin before the last one is stored.
+        SPLIT: compute a tile as two halves of its rows.
+        FLATTEN: the loads of the next tile begin before this one is stored.
     """
 
     PROMOTE: tl.constexpr
@@ -104,12 +106,12 @@ class Method(NamedTuple):
 
 
 class DgradTile(NamedTuple):
-    """A tile of the product [R, F] and how its sum over H is done.
+    """Tile of the product [R, F], and the loop over H that computes it.
 
     Attributes:
         BLOCK_M, BLOCK_N: rows and columns.
-        BLOCK_K: of the sum at a time.
-        LEVELS: the columns are halved so often before they are stored.
+        BLOCK_K: elements of H per step of the loop.
+        LEVELS: how many times the columns are halved before they are stored.
         STAGES: loads in flight.
     """
 
@@ -121,7 +123,7 @@ class DgradTile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile is: what `table_tile` returns (products.py)."""
+    """Place of a tile, as `table_tile` returns it (products.py)."""
 
     expert: Any
     row: Any
@@ -131,14 +133,14 @@ class Place(NamedTuple):
 
 
 class OfBias(NamedTuple):
-    """What the bias adds to gradients of routing weights; read if HAS_BIAS.
+    """Operands of the bias's contribution to gradients of routing weights; read if HAS_BIAS.
 
     Attributes:
         dy_ptr: [R, H] bf16 or e4m3.
         dy_scale_ptr: with FP8 [R] float32.
         bias_ptr: [E, H] bf16 or float32.
         hidden: H.
-        HAS_BIAS: whether there is one.
+        HAS_BIAS: the second product has a bias.
         FP8: dy is e4m3 with scales.
     """
 
@@ -152,9 +154,9 @@ class OfBias(NamedTuple):
 
 @triton.jit
 def _finish(dact, weight, of_rows, rows, in_m, filled, col, ffn, activation):
-    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M].
+    """Store dpre and act for a tile [M, N] of dact; return the sums of dact * activation over its columns, [M].
 
-    filled: [M], rows that are not padding: of that dact is zero, and `pre` is not read.
+    filled: [M], rows that are not padding. For padding dact is zero, and `pre` is not read.
     """
     cols = (col + tl.arange(0, dact.shape[1]))[None, :]
     mask = in_m[:, None] & (cols < ffn)
@@ -180,7 +182,7 @@ def _finish(dact, weight, of_rows, rows, in_m, filled, col, ffn, activation):
 
 @triton.jit
 def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.constexpr):
-    """Store what follows from a tile of dy @ w2, whose rows from `row` on end before `end`, part by part."""
+    """Store the results for a tile of dy @ w2 (rows from place.row up to place.end, exclusive), part by part."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     PART: tl.constexpr = BLOCK_N // 2**LEVELS
@@ -191,7 +193,7 @@ def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.con
     if factors.HAS_WEIGHTS:
         weight = tl.load(factors.weights_ptr + rows, mask=in_m, other=0.0)
     if factors.FP8:
-        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        # Multiply by one scale at a time: the product of both may leave the range of float32 where the result does not.
         acc = acc * tl.load(factors.dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
         cols = col + tl.arange(0, BLOCK_N)
         acc = (
@@ -249,7 +251,7 @@ def down_dgrad_kernel(
         if method.SPLIT:
             upper = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
             lower = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
-            # A half of padding is zero, and one without rows nothing.
+            # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, sizes.hidden, 0)
             for k in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
@@ -261,7 +263,7 @@ def down_dgrad_kernel(
             parts = (upper, lower)
         else:
             terms = sizes.hidden
-            if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part of it
+            if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part
                 terms = tl.where(row < filled, sizes.hidden, 0)
             acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
             for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
@@ -291,7 +293,7 @@ def row_weight_gradient_kernel(
     shares,
     block: Tile,
 ):
-    """ROWS rows of a tile per program."""
+    """A program takes ROWS rows of a tile."""
     SUB: tl.constexpr = TILE_ROWS // block.ROWS
     tile = tl.program_id(0) // SUB
     if tile < tiles_in_table(tiles_ptr):

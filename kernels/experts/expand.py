@@ -1,9 +1,9 @@
-"""Arrived rows, one per token and rank, copied to the rows of their experts: a dispatch's expansion, once more.
+"""Repeat a dispatch's expansion: copy arrived rows, one per token and rank, to the rows of their assignments.
 
-Protocol      A program copies one arrived row to each of its copies; those behind the arrivals write zeros, SHARES of
-              them per segment, from its last copy to its end. Rows from the end of the last segment on are not written.
-Layout        arrived [C, H], out [R, H] bf16 row-major; copies [C, K] int32, rows of `out`, -1 = none. Of `counts` one
-              entry says how many rows of `arrived` and `copies` mean something.
+Protocol      Each of the first C programs copies one arrived row to the rows of its assignments. After these, SHARES
+              programs per segment zero its padding. Rows from the end of the last segment on are not written.
+Layout        arrived [C, H], out [R, H] bf16 row-major; copies [C, K] int32, rows of `out`, -1 = none. One entry of
+              `counts` is the number of valid rows of `arrived` and `copies`.
 Memory order  Plain loads and stores; the kernels follow each other on one stream. No two programs write one row.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -17,14 +17,15 @@ from ..spec import ep_kernel
 
 
 class Copied(NamedTuple):
-    """What arrived.
+    """Arrived rows and their destinations.
 
     Attributes:
         arrived_ptr: [C, H] bf16.
         copies_ptr: [C, K] int32.
-        counts_ptr: int32, whose entry `at` is the number of arrivals.
+        counts_ptr: int32; entry `at` is the number of valid rows.
         num_arrivals: C.
-        at, topk: see above; K.
+        at: see counts_ptr.
+        topk: K.
     """
 
     arrived_ptr: Any
@@ -40,7 +41,7 @@ class Segments(NamedTuple):
 
     Attributes:
         offs_ptr: [E + 1] int32, first row of each segment, then the end of the last.
-        filled_ptr: [E] int32, rows of each segment that are copies; behind them is padding.
+        filled_ptr: [E] int32, rows of each segment that hold assignments; padding follows them.
     """
 
     offs_ptr: Any

@@ -1,15 +1,15 @@
 """First product of the experts with the activation in its epilogue: rows in segments, one matrix per segment.
 
 Protocol      pre[r] = x[r] @ w[expert of r]^T (+ bias), act[r] = activation(pre[r]) * row_weights[r]. Gated, the
-              weights of an expert are F rows of gate and then F of up; a tile has BLOCK_N columns of each, as one
-              product of 2 * BLOCK_N columns. Programs are persistent; each takes every num_programs-th tile of
-              the table, or of the segments. Sums are float32. OUT: the activation as bf16, or as MXFP8 of its float32
-              values, RCEIL along the row, or as bf16 of that. Rows behind the last segment have no tiles.
+              weights of an expert are F rows of gate, then F rows of up; a tile has BLOCK_N columns of each, computed
+              as one product of 2 * BLOCK_N columns. Programs are persistent; each takes every num_programs-th tile of
+              the table, or of the segments. Sums are float32. OUT: the activation as bf16, or quantised from float32 to
+              MXFP8 (RCEIL along the row), or that MXFP8 as bf16. Rows past the last segment have no tiles.
 Layout        x [R, K] and w [E, F or 2F, K], contiguous, bf16, or (SCALED) e4m3 with float32 scales [R] and
               [E, F or 2F]. bias [E, F or 2F]; act [R, F], its scales [R, F/32] uint8; pre [R, F or 2F] bf16: gate
-              columns, then up. TMA: boxes of w are of [E * halves, F, K], where the copy engine fills in zeros behind F
-              and K; those of x may reach into the next segment: what is computed there is not stored. FLATTEN: one
-              loop over tiles and steps, whose loads go on under the epilogue; BLOCK_M is then 128.
+              columns, then up. TMA: boxes of w are boxes of [E * halves, F, K]; the copy engine fills in zeros past F
+              and K. Boxes of x may reach into the next segment: results for those rows are not stored. FLATTEN: one
+              loop over tiles and steps, whose loads continue during the epilogue; BLOCK_M is then 128.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -33,7 +33,7 @@ _MX = tl.constexpr(ACT_OUT_MX)
 
 @triton.jit
 def _of_matrix(x, factors, matrix, col, f):
-    """A tile [M, N] from column `col` on of a product with one of the matrices [matrices, f, K]: scaled, with bias."""
+    """Apply scale and bias to a tile [M, N], from column `col` on, of a product with one of [matrices, f, K]."""
     cols = col + tl.arange(0, x.shape[1])
     at = matrix.to(tl.int64) * f + cols
     if factors.SCALED:
@@ -45,7 +45,7 @@ def _of_matrix(x, factors, matrix, col, f):
 
 @triton.jit
 def _store_pre(pre_ptr, x, rows, in_m, col, f, width):
-    """A tile [M, N] of bf16 from column `col` on, of f, into rows of `width`."""
+    """Store a bf16 tile [M, N], from column `col` of f on, into rows of `width`."""
     cols = col + tl.arange(0, x.shape[1])
     at = rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(pre_ptr + at, x, mask=in_m[:, None] & (cols < f)[None, :])
@@ -53,7 +53,7 @@ def _store_pre(pre_ptr, x, rows, in_m, col, f, width):
 
 @triton.jit
 def _store_act(into, value, rows, in_m, col, f):
-    """A tile [M, N] of the activation, float32, from column `col` on, as bf16 or MXFP8. N is a multiple of 32."""
+    """Store a float32 tile [M, N] of the activation, from column `col` on, as bf16 or MXFP8. N is a multiple of 32."""
     cols = col + tl.arange(0, value.shape[1])
     at = rows.to(tl.int64)[:, None] * f + cols[None, :]
     inside = in_m[:, None] & (cols < f)[None, :]
@@ -75,17 +75,17 @@ def _store_act(into, value, rows, in_m, col, f):
 
 @triton.jit
 def _finish(acc, factors, into, expert, row, end, col, f, activation):
-    """Store what follows from a tile [M, WIDTH] of the product, whose rows from `row` on end before `end`."""
+    """Finish and store a tile [M, WIDTH] of the product, rows from `row` up to `end`, exclusive."""
     HALVES: tl.constexpr = 2 if activation.GATED else 1
     BLOCK_M: tl.constexpr = acc.shape[0]
     WIDTH: tl.constexpr = acc.shape[1]
     rows = row + tl.arange(0, BLOCK_M)
     in_m = rows < end
-    # Registers of a thread hold both halves of the columns: gate and up, or left and right.
+    # A thread holds both halves of the columns in registers: gate and up, or left and right.
     first, second = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
     matrix = expert * HALVES
     if factors.SCALED:
-        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        # Multiply by one scale at a time: the product of both may leave the range of float32 where the result does not.
         x_scale = tl.load(factors.x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
         first = first * x_scale
         second = second * x_scale
@@ -95,9 +95,9 @@ def _finish(acc, factors, into, expert, row, end, col, f, activation):
     if activation.GATED:
         gs = (first,)
         us = (second,)
-        WHOLE: tl.constexpr = BLOCK_M >= 128 and into.OUT != _BF16  # sm_100 would spill what it quantises in parts
+        WHOLE: tl.constexpr = BLOCK_M >= 128 and into.OUT != _BF16  # quantising in parts, sm_100 would spill
         PARTS: tl.constexpr = 2 if WIDTH >= 128 and not WHOLE else 1
-        if PARTS == 2:  # at once they would take the registers that the other half of the rows needs
+        if PARTS == 2:  # in one part it would take the registers that the other half of the rows needs
             gs = first.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
             us = second.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
         for part in tl.static_range(PARTS):
@@ -105,7 +105,7 @@ def _finish(acc, factors, into, expert, row, end, col, f, activation):
             g = _of_matrix(gs[part], factors, matrix, at, f)
             u = _of_matrix(us[part], factors, matrix + 1, at, f)
             value = apply_activation(g, u, activation)
-            # Few registers are left to those that wait for the activation to be stored.
+            # Round g and u first: in float32 they would occupy too many registers while the activation is stored.
             g = g.to(tl.bfloat16)
             u = u.to(tl.bfloat16)
             _store_act(into, value * factor, rows, in_m, at, f)
@@ -128,12 +128,12 @@ def _finish(acc, factors, into, expert, row, end, col, f, activation):
 
 
 class Into(NamedTuple):
-    """What is stored.
+    """Outputs of the kernel.
 
     Attributes:
         act_ptr: out [R, F], the activation in bf16 or e4m3.
         act_scale_ptr: out [R, F/32] uint8, with MXFP8.
-        pre_ptr: out [R, HALVES * F] bf16, what it is of; if HAS_PRE.
+        pre_ptr: out [R, HALVES * F] bf16, the input of the activation; if HAS_PRE.
         OUT: ACT_OUT_* (device/codes.py).
     """
 
@@ -150,8 +150,8 @@ class Method(NamedTuple):
     Attributes:
         TMA: operands are read through descriptors.
         PROMOTE, SWAP: as in `add_step`.
-        FLATTEN: the next tile's loads begin before the last one is stored.
-        SPLIT: in two halves of the rows.
+        FLATTEN: the loads of the next tile begin before this one is stored.
+        SPLIT: compute a tile as two halves of its rows.
     """
 
     TMA: tl.constexpr
@@ -213,7 +213,7 @@ def gate_up_kernel(
         if method.SPLIT:
             upper = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
             lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
-            # A half of padding is zero, and one without rows nothing.
+            # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K).T

@@ -1,22 +1,24 @@
 """Weights in the two forms that FP8 products take: MXFP8 with one scale per row, as they are and transposed.
 
-Protocol      The product with w [N, K] sums over K, the one with its transpose over N, so each has scales along another
-              dimension: of every row the largest that MXFP8 (RCEIL) would give to one of its blocks of 32, which
-              follows from the row's largest magnitude. Elements are rounded once, under that scale: those of MXFP8
-              moved to rows (row_scales.py), but nearer to the weight where they are subnormal.
-              New copies: weight_maxima finds the largest magnitudes (a program takes BLOCK_N rows of one expert; that
-              of a row is its own affair, that of a column is a maximum over programs), then prepare_weights reads every
-              tile once more and writes both forms: a program takes BLOCK_K columns of one expert and goes down STEPS
-              tiles, so that threads meet over the largest of columns, and read their scales, once.
-              Copies that are there already (CHECK): a step of training changes few scales, so prepare_weights takes
-              those of the copies, and finds the largest magnitudes on the way. mend_weights then prepares those rows
-              and columns again whose scales were others. The bits are the same, and weights are read once.
-Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, among which
-              a NaN is the largest; 0 at first where it is a maximum over programs. FPROP: out [E, N, K] e4m3, its
+Protocol      The product with w [N, K] sums over K, the product with its transpose over N, so each form has its own
+              scales. A row's scale is the largest that MXFP8 (RCEIL) would give to one of its blocks of 32; it follows
+              from the row's largest magnitude. Elements are rounded once, under that scale: they equal MXFP8 elements
+              moved to rows (row_scales.py), but are nearer to the weight where they are subnormal.
+              New copies: weight_maxima finds the largest magnitudes (a program takes BLOCK_N rows of one expert: it
+              alone finds the maxima of these rows, while the maximum of a column is taken over programs). Then
+              prepare_weights reads every tile again and writes both forms: a program takes BLOCK_K columns of one
+              expert and goes down STEPS tiles, so it reads the scales of its columns, and reduces their maxima over
+              threads, only once.
+              Existing copies (CHECK): a step of training changes few scales, so prepare_weights uses the scales of the
+              copies, and finds the largest magnitudes on the way. mend_weights then prepares again the rows and columns
+              whose scales have changed. The bits are those of new copies, and weights are read once.
+Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, in which
+              order a NaN is the largest; maxima over programs start at 0. FPROP: out [E, N, K] e4m3, its
               scales [E, N] float32. DGRAD: transposed [E, K, N] e4m3, its scales [E, K].
-Memory order  Maxima of integers, in any order the same. The kernels follow each other on one stream.
+Memory order  Maxima of integers, by relaxed atomics, are the same in any order. The kernels follow each other on one
+              stream.
 Progress      No program waits.
-Replay        Nothing is kept between calls but the copies.
+Replay        Only the copies are kept between calls.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from .magnitudes import column_maxima, e4m3_pair, fold, larger, magnitudes, prod
 
 @triton.jit
 def _note_maxima(max_ptr, at, x, mask, AXIS: tl.constexpr):
-    """Raise the maxima of lines that run along AXIS of a tile to those of the tile."""
+    """Raise the maxima in memory of lines along AXIS to the maxima of this tile."""
     bits = block_amax(x.to(tl.float32), AXIS).to(tl.int32, bitcast=True)
     tl.atomic_max(max_ptr + at, bits, mask=mask, sem="relaxed")
 
@@ -76,7 +78,7 @@ def weight_maxima_kernel(
 
 
 class Maxima(NamedTuple):
-    """Bits of the largest magnitudes of rows, [E, N] int32, and of columns, [E, K] int32; with CHECK inout."""
+    """Bits of the largest magnitudes of rows, [E, N] int32, and of columns, [E, K] int32. With CHECK inout."""
 
     row_max_ptr: Any
     column_max_ptr: Any
@@ -87,10 +89,10 @@ class Copies(NamedTuple):
 
     Attributes:
         out_ptr: out [E, N, K] e4m3, with FPROP.
-        scale_ptr: out [E, N] float32; inout where it is compared.
+        scale_ptr: out [E, N] float32; inout if scales are compared.
         transposed_ptr: out [E, K, N] e4m3, with DGRAD.
-        transposed_scale_ptr: out [E, K] float32; inout where it is compared.
-        FPROP, DGRAD: which of the two.
+        transposed_scale_ptr: out [E, K] float32; inout if scales are compared.
+        FPROP, DGRAD: which of the two forms to write.
     """
 
     out_ptr: Any
@@ -111,20 +113,20 @@ class WeightTile(NamedTuple):
 
 @triton.jit
 def _scale_of_max(max_ptr, at, mask):
-    """Scale bytes, int32, that follow from largest magnitudes."""
+    """Scale bytes, int32, for largest magnitudes in memory."""
     bits = tl.load(max_ptr + at, mask=mask, other=0)
     return block_scale(bits.to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
 
 
 @triton.jit
 def _inverse(scale):
-    """Float32 values by which weights are multiplied, of scale bytes; NaN of 255."""
+    """Float32 factors of weights for scale bytes: the inverse of each scale; NaN for 255."""
     return scale_value(tl.where(scale == 255, 255, 254 - scale))
 
 
 @triton.jit
 def _scale_of_copy(scale_ptr, at, mask):
-    """Scale bytes, int32, that a copy has now; of a value that is no scale anything."""
+    """Current scale bytes, int32, of a copy; arbitrary where it holds a value that is not a scale."""
     bits = tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     return (bits >> 23) & 0xFF
 
@@ -193,7 +195,7 @@ def prepare_weights_kernel(
         mask = in_n[:, None] & in_k[None, :]
         of_row = tl.zeros((tile.BLOCK_N,), tl.float32)
         if copies.FPROP:
-            # Before the weights, so that nothing waits for it when they have come.
+            # Load scales before weights, so that nothing waits for scales once the weights arrive.
             if CHECK:
                 of_row = _inverse(_scale_of_copy(copies.scale_ptr, at + offs_n, in_n))
             else:
@@ -210,7 +212,7 @@ def prepare_weights_kernel(
                 tl.atomic_max(maxima.row_max_ptr + at + 2 * pair, even, mask=row < end, sem="relaxed")
                 tl.atomic_max(maxima.row_max_ptr + at + 2 * pair + 1, odd, mask=row + 1 < end, sem="relaxed")
             if copies.DGRAD:
-                # Of rows that one thread has; threads meet at the end.
+                # Fold the rows that one thread holds; the reduction over threads comes at the end.
                 largest = larger(largest, fold(found))
         if copies.FPROP:
             tl.store(copies.out_ptr + at * k + offs, product(x, of_row[:, None]).to(tl.float8e4nv), mask=mask)
@@ -228,7 +230,9 @@ def prepare_weights_kernel(
 
 
 class Lines(NamedTuple):
-    """Rows of a matrix, or its columns: from `first` on, of `num_lines` in all, each of `length` elements."""
+    """Lines (rows or columns) of a matrix: `num_lines` of `length` elements each, of which a program takes some from
+    `first` on.
+    """
 
     first: Any
     num_lines: Any
@@ -247,12 +251,12 @@ def _mend(
     LINES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Prepare those lines of a matrix from `first` on again that have other scales now; TRANSPOSED: its columns."""
+    """Prepare again those lines of a matrix, from `first` on, whose scales changed. TRANSPOSED: lines are columns."""
     line = lines.first + tl.arange(0, LINES)
     at = matrix * lines.num_lines + line
     inside = line < lines.num_lines
     scale = _scale_of_max(max_ptr, at, inside)
-    # Bit by bit: what a copy has may be no scale at all.
+    # Compare bits: a copy may hold a value that is not a scale, such as a NaN.
     there = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     wrong = inside & (there != scale_value(scale).to(tl.int32, bitcast=True))
     if tl.max(wrong.to(tl.int32), 0) > 0:
@@ -260,7 +264,7 @@ def _mend(
             step = start + tl.arange(0, STEP)
             mask = wrong[:, None] & (step < lines.length)[None, :]
             if TRANSPOSED:
-                # All of them, 16 bytes at a time.
+                # Load all columns, 16 bytes at a time.
                 mask_w = inside[:, None] & (step < lines.length)[None, :]
                 ptrs = w_ptr + step.to(tl.int64)[None, :] * lines.num_lines + line[:, None]
                 x = tl.load(ptrs, mask=mask_w, other=0.0)
@@ -268,7 +272,7 @@ def _mend(
                 x = tl.load(w_ptr + line.to(tl.int64)[:, None] * lines.length + step[None, :], mask=mask, other=0.0)
             elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
             tl.store(out_ptr + at[:, None] * lines.length + step[None, :], elements, mask=mask)
-        # Last: what is wrong was read there.
+        # Last: `wrong` comes from the scales stored here.
         tl.store(scale_ptr + at, scale_value(scale), mask=wrong)
 
 
@@ -292,7 +296,7 @@ def mend_weights_kernel(
     LINES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program takes LINES rows of one expert, or as many of its columns, which come after the rows."""
+    """A program takes LINES rows or LINES columns of one expert; programs of columns follow programs of rows."""
     strips_n = tl.cdiv(n, LINES) if copies.FPROP else 0
     strips_k = tl.cdiv(k, LINES) if copies.DGRAD else 0
     expert = (tl.program_id(0) // (strips_n + strips_k)).to(tl.int64)

@@ -1,7 +1,7 @@
-"""What products over segments of rows share: which tile is whose, and one step along the sum.
+"""Shared parts of products over segments of rows: the place of a tile, and one step of the sum.
 
-Tiles come from the tile table (TABLE: BLOCK_M divides its 128 rows), or, for tiles of few rows, from the segments'
-offsets, so that no program meets a part of a record that has no rows.
+Tiles come from the tile table (TABLE: BLOCK_M divides its 128 rows). Tiles of few rows come from the segments' offsets
+instead, so that no program gets a part of a record that has no rows.
 """
 
 from typing import Any, NamedTuple
@@ -32,14 +32,14 @@ class Segments(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a product is multiplied by, and what is added to it.
+    """Scales, biases and weights of a product.
 
     Attributes:
-        x_scale_ptr: of rows [R] float32, read if SCALED.
-        w_scale_ptr: of columns [E, N] float32, read if SCALED.
+        x_scale_ptr: scales of rows [R] float32, read if SCALED.
+        w_scale_ptr: scales of columns [E, N] float32, read if SCALED.
         bias_ptr: [E, N] float32 or bf16, read if HAS_BIAS.
         row_weights_ptr: [R] float32, read if HAS_WEIGHTS.
-        SCALED, HAS_BIAS, HAS_WEIGHTS: whether there are any.
+        SCALED, HAS_BIAS, HAS_WEIGHTS: which of them the product has.
     """
 
     x_scale_ptr: Any
@@ -53,18 +53,18 @@ class Factors(NamedTuple):
 
 @triton.jit
 def table_tiles(tiles_ptr, BLOCK_M: tl.constexpr):
-    """Rows of tiles of BLOCK_M that the records of a table have room for."""
+    """Number of tile rows, BLOCK_M rows each, for which the records of a table have room."""
     return tiles_in_table(tiles_ptr) * (TILE_ROWS // BLOCK_M)
 
 
 @triton.jit
 def table_tile(tiles_ptr, tile, tiles_n, BLOCK_M: tl.constexpr):
-    """(expert, first row, row after the last, after the last that is not padding, column of tiles) of a tile.
+    """(expert, first row, row past the last, row past the last that is not padding, column of tiles) of a tile.
 
-    A part of a record of 128 rows may have none of either kind.
+    A part of a record of 128 rows may have no rows, or only padding.
     """
     PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
-    # All tiles of a band have as many numbers as their records would have one by one.
+    # A band spans the same tile numbers that its records would span one by one.
     first, height = band_of_tile(tiles_ptr, tile // (PARTS * tiles_n))
     inside = tile - first * (PARTS * tiles_n)
     tile_m = inside % (height * PARTS)
@@ -74,7 +74,7 @@ def table_tile(tiles_ptr, tile, tiles_n, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def segment_tiles(segments, tiles_n, BLOCK_M: tl.constexpr):
-    """(first rows, rows, tiles, tiles up to the segment's last) of all segments, [SP] each."""
+    """(first row, rows, tiles, running total of tiles with this segment) of every segment, [SP] each."""
     starts, rows = segment_rows(segments.tiles_ptr, segments.num_rows, segments.num_experts, segments.SP)
     tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
     return starts, rows, tiles, tl.cumsum(tiles, 0)
@@ -82,7 +82,7 @@ def segment_tiles(segments, tiles_n, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
-    """What `table_tile` returns, of segments that stand in registers."""
+    """The same as `table_tile`, from segments in registers. All rows count as not padding."""
     expert = tl.sum((after <= tile).to(tl.int32))
     num_rows = pick(rows, expert)
     tile_m, tile_n = in_bands(tile - pick(after - tiles, expert), tl.cdiv(num_rows, BLOCK_M), tiles_n, BAND)
@@ -93,10 +93,10 @@ def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexp
 
 @triton.jit
 def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc + x_tile [M, K] times w_tile [K, N]; transposed with SWAP, where rows are few and the weights' fill a tile.
+    """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, so that with few rows those of the weights fill a tile.
 
-    PROMOTE: the step is added in float32. Without it tensor cores add to `acc` themselves, on Hopper with fewer bits
-    where operands are e4m3.
+    PROMOTE: add the step in float32. Otherwise tensor cores accumulate into `acc`, on Hopper with fewer bits if
+    operands are e4m3.
     """
     if SWAP:
         left = w_tile.T

@@ -1,13 +1,14 @@
-"""MXFP8 whose rows have one scale each, so that a product needs no scale inside its sum; and back.
+"""MXFP8 with one scale per row, so that a product needs no scale inside its sum; and back to values.
 
-Protocol      A row's scale is the largest scale of its blocks of 32 columns, as RCEIL chooses them; elements move to
-              it: e4m3 values times 2^(own scale - row's scale), rounded to nearest even. An element keeps its bits
-              unless it becomes subnormal. A program takes ROWS rows by steps, first for the largest, then to write;
-              the second time they come from L2. WHOLE: a tile holds whole rows, which are read once. rebase_rows starts
-              from MXFP8, quantize_to_rows from values, with the result that MXFP8 and rebase_rows after it have.
+Protocol      A row's scale is the largest scale of its blocks of 32 columns, as RCEIL chooses them. Elements move to
+              the row's scale: e4m3 values times 2^(own scale - row's scale), rounded to nearest even. An element keeps
+              its value unless it becomes subnormal. A program takes ROWS rows in steps, first to find the largest
+              scale, then to write; the second reads hit L2. WHOLE: a tile holds whole rows, which are read once.
+              rebase_rows starts from MXFP8, quantize_to_rows from values; it equals quantising to MXFP8, then
+              rebase_rows.
 Layout        x [R, K] bf16 or fp32, elements [R, K] e4m3, all row-major; MX scales [R, K/32] uint8; row scales [R]
-              float32, powers of two, NaN where a block's scale byte is 255. HAS_OFFSETS: the rows in use are those
-              before the last of num_segments + 1 offsets; the others are neither read nor written.
+              float32, powers of two, NaN where a block's scale byte is 255. HAS_OFFSETS: the rows in use end at the
+              last of num_segments + 1 offsets; other rows are neither read nor written.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -24,11 +25,11 @@ from ..spec import Variant, ep_kernel
 
 @triton.jit
 def rebased(elements, scale, largest):
-    """e4m3 `elements` of blocks with these int32 `scale` bytes, under the `largest` of their row.
+    """e4m3 `elements` of blocks with int32 `scale` bytes, moved to the `largest` scale byte of their row.
 
-    All three of shapes that broadcast to that of the elements.
+    All three shapes broadcast to the shape of the elements.
     """
-    # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
+    # An element whose scale is more than 2^126 below the largest rounds to zero anyway.
     exponent = tl.maximum(127 + scale - largest, 0)
     moved = elements.to(tl.float32) * (exponent << 23).to(tl.float32, bitcast=True)
     return moved.to(tl.float8e4nv)
@@ -38,9 +39,9 @@ class RowsInUse(NamedTuple):
     """Rows that are read.
 
     Attributes:
-        offs_ptr: [num_segments + 1] int32, of segments of rows; read if HAS_OFFSETS.
-        num_rows: R, with those that are not in use.
-        num_segments: how many.
+        offs_ptr: [num_segments + 1] int32, offsets of segments of rows; read if HAS_OFFSETS.
+        num_rows: R, including rows not in use.
+        num_segments: segments of `offs_ptr`.
         HAS_OFFSETS: else all rows are in use.
     """
 
@@ -91,7 +92,7 @@ def rebase_rows_kernel(
         for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
             if WHOLE:
-                # Before anything waits for the scales. Read once: what is written is what the product wants in L2.
+                # Load before anything waits for the scales. Evict first: the product wants `out` in L2, not this.
                 elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0, eviction_policy="evict_first")
             scale = tl.load(scale_row + first + offs_b, mask=alive, other=0).to(tl.int32)
             largest = tl.maximum(largest, tl.max(scale, axis=1))
@@ -138,9 +139,9 @@ def quantize_to_rows_kernel(
         for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
             x = tl.load(x_ptr + at + first * BLOCK, mask=alive[:, :, None], other=0.0).to(tl.float32)
-            # As integers, among which a NaN is above infinity.
+            # Compare as integers: a NaN is above infinity.
             amax = tl.maximum(amax, block_amax(x, 2).to(tl.int32, bitcast=True))
-        # RCEIL never gives a larger magnitude a smaller scale, so the largest scale is that of the largest magnitude.
+        # RCEIL never gives a larger magnitude a smaller scale: the largest magnitude has the largest scale.
         largest = block_scale(tl.max(amax, axis=1).to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
         tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)
         for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
@@ -160,7 +161,7 @@ def quantize_to_rows_kernel(
     specialised=("k", "stride_em"),
 )
 def dequantize_rows_in_use_kernel(
-    elements_ptr,  # [R, K] e4m3, or as many columns of wider rows
+    elements_ptr,  # [R, K] e4m3, or K columns of wider rows
     row_scale_ptr,  # [R] float32
     given: RowsInUse,
     out_ptr,  # out [R, K] bf16 or fp32

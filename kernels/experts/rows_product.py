@@ -1,15 +1,16 @@
-"""Second product of the experts, and the gradients of rows: rows in segments, one matrix per segment.
+"""Second product of the experts, and gradients of rows: rows in segments, one matrix per segment.
 
 Protocol      out[r] = a[r] @ w[expert of r]^T (+ bias, times row_weights[r]). Programs are persistent; each takes
-              every num_programs-th tile of the tile table, or of the segments. Sums are float32, results those of
-              `out`. Rows behind the last segment have no tiles; they are not written, or (ZERO_REST) zeroed.
-Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED) e4m3 with scales
-              [R] and [E, N] float32, then K_MAJOR. out [R, N] bf16, fp16 or fp32, rows stride_om apart. TMA: boxes of
-              a and w may reach into the next segment or expert: what is computed there is not stored. Without K_MAJOR,
-              K must be a multiple of BLOCK_K: a box that crosses K would bring the next expert's rows. BOX_STORES:
-              results leave through a descriptor, in two halves of a tile: for segments of multiples of 128 rows,
-              because a box would overwrite the first rows of the next segment. FLATTEN: one loop over tiles and steps,
-              whose loads go on under the epilogue; BLOCK_M is then 128, and nothing after the steps is conditional.
+              every num_programs-th tile of the tile table, or of the segments. Sums are float32; results have the dtype
+              of `out`. Rows past the last segment have no tiles; they are not written, or (ZERO_REST) zeroed.
+Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED, which needs
+              K_MAJOR) e4m3 with scales [R] and [E, N] float32. out [R, N] bf16, fp16 or fp32, rows stride_om apart.
+              TMA: boxes of a and w may reach into the next segment or expert: results there are not stored. Without
+              K_MAJOR, K must be a multiple of BLOCK_K: a box that crosses K would load rows of the next expert.
+              BOX_STORES: results are stored through a descriptor, in two halves of a tile. This needs segments of
+              multiples of 128 rows: a box would overwrite the first rows of the next segment. FLATTEN: one loop over
+              tiles and steps, whose loads continue during the epilogue; BLOCK_M is then 128, and nothing after the
+              steps is conditional.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -36,9 +37,9 @@ def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
 
 @triton.jit
 def _finish(acc, factors, rows, in_m, cols, in_n, expert, n):
-    """A tile of the product in float32: scaled, with bias."""
+    """Apply scales and bias to a tile of the product, in float32."""
     if factors.SCALED:
-        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        # Multiply by one scale at a time: the product of both may leave the range of float32 where the result does not.
         acc = acc * tl.load(factors.x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
         acc = acc * tl.load(factors.w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
     if factors.HAS_BIAS:
@@ -50,13 +51,13 @@ def _finish(acc, factors, rows, in_m, cols, in_n, expert, n):
 
 
 class ByRows(NamedTuple):
-    """Where the result goes.
+    """Destination of the result.
 
     Attributes:
         out_ptr: out [R, N].
         stride_om: elements from one row to the next.
-        BOX_STORES: it goes there in boxes, in bf16.
-        ZERO_REST: rows behind the last segment become zero.
+        BOX_STORES: store it in boxes, in bf16.
+        ZERO_REST: zero the rows past the last segment.
     """
 
     out_ptr: Any
@@ -67,8 +68,8 @@ class ByRows(NamedTuple):
 
 @triton.jit
 def _zero_rest(by_rows, segments, n, BLOCK_N: tl.constexpr):
-    """Zero the rows behind the last segment, each by one program."""
-    # Where the table, or the offsets, say how many rows are in use.
+    """Zero the rows past the last segment, one program per row."""
+    # Index of the rows in use in the table, or in the offsets.
     where = 1 if segments.TABLE else segments.num_experts
     in_use = tl.load(segments.tiles_ptr + where)
     offs_n = tl.arange(0, BLOCK_N)
@@ -87,8 +88,8 @@ class Method(NamedTuple):
         TMA: operands are read through descriptors.
         K_MAJOR: weights are [E, N, K], else [E, K, N].
         PROMOTE, SWAP: as in `add_step`.
-        FLATTEN: the next tile's loads begin before the last one is stored.
-        SPLIT: in two halves of the rows.
+        FLATTEN: the loads of the next tile begin before this one is stored.
+        SPLIT: compute a tile as two halves of its rows.
     """
 
     TMA: tl.constexpr
@@ -149,7 +150,7 @@ def rows_product_kernel(
         if method.SPLIT:
             upper = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
             lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
-            # A half of padding is zero, and one without rows nothing.
+            # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)

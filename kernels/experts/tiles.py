@@ -1,10 +1,10 @@
-"""The tile table of segments of rows, where the placement of a dispatch has not written it.
+"""The tile table of segments of rows, for callers without a table from the placement of a dispatch.
 
-Protocol      One program reads the offsets and writes every record that a tile has, then record 0.
+Protocol      One program reads the offsets, writes the record of every tile, zeroes the others, then writes record 0.
 Layout        device/tiles.py.
 Memory order  Plain stores; kernels that read the table follow on the same stream.
 Progress      No program waits.
-Replay        Nothing is kept: a captured graph writes the table anew from the offsets it finds.
+Replay        Nothing is kept: a captured graph writes the table again from the current offsets.
 """
 
 import triton.language as tl

@@ -1,7 +1,7 @@
 """Backward of a weighted sum of rows: the gradients of the rows and of their weights, in one pass.
 
-Protocol      Of every row r: grad[r] = dy[r] * weight[r], and grad_weight[r] = <dy[r], y[r]>, summed in float32 in
-              one order. Rows from the end of the last segment on get zeros, and nothing of theirs is read.
+Protocol      For every row r: grad[r] = dy[r] * weight[r], and grad_weight[r] = <dy[r], y[r]>, summed in float32 in
+              a fixed order. Gradients of rows from the end of the last segment on are zero; their inputs are not read.
 Layout        dy, y, grad [R, H] row-major. IS_MX: dy is MXFP8, e4m3 [R, H] with scale bytes [R, H/32].
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
@@ -20,7 +20,7 @@ from ..spec import ep_kernel
 
 @triton.jit
 def _mx_tile(elements_ptr, scale_ptr, rows, in_use, first, hidden, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Values [ROWS, BLOCK_H] float32 from column `first` on; zeros where `in_use` is not."""
+    """Values [ROWS, BLOCK_H] float32 from column `first` on; zeros for rows not in use."""
     blocks = first // BLOCK + tl.arange(0, BLOCK_H // BLOCK)
     num_blocks = hidden // BLOCK
     at = rows.to(tl.int64)[:, None] * num_blocks + blocks[None, :]
@@ -36,8 +36,8 @@ class Gradient(NamedTuple):
 
     Attributes:
         dy_ptr: [R, H].
-        dy_scale_ptr: with IS_MX [R, H/32] uint8, else anything.
-        IS_MX: it is MXFP8.
+        dy_scale_ptr: with IS_MX [R, H/32] uint8, else unused.
+        IS_MX: dy is MXFP8.
     """
 
     dy_ptr: Any
@@ -49,9 +49,9 @@ class RowsInUse(NamedTuple):
     """Rows that are read.
 
     Attributes:
-        offs_ptr: with HAS_OFFS int32 whose entry `last` is their end, else anything.
-        num_rows: R, with those that are not in use.
-        last: entry of offs.
+        offs_ptr: with HAS_OFFS int32; entry `last` is the end of these rows. Else unused.
+        num_rows: R, including rows not in use.
+        last: index of that entry.
         HAS_OFFS: else all rows are in use.
     """
 

@@ -1,17 +1,17 @@
 """Gradient of the experts' weights: one product over the rows of every segment, out[e] = x_e^T @ y_e.
 
 Protocol      Every tile of every out[e] takes its segment's rows in steps of BLOCK_R. All steps of all tiles of a
-              program are one loop, so that the loads of the next tile run under the store of this one; program p takes
+              program are one loop, so that the loads of the next tile overlap the store of this one; program p takes
               tiles p, p + num_programs and so on. The table of segments stays in registers: a load inside the loop
               would keep the compiler from pipelining it.
-              A tile of an empty segment takes one step behind the last row, where a box holds zeros. With ACCUMULATE,
-              which adds to what out holds, empty segments have no tiles.
-Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J], maybe a part of something larger: bf16, with ACCUMULATE
-              float32. All of them through descriptors, which cut boxes at I and J. Segments hold multiples of BLOCK_R
-              rows, so that no box reaches into the next one; where they start does not matter. What is padding at their
-              ends is zero in x or in y, and finite in the other; steps of nothing else are left out.
-Memory order  Boxes are read and written by the copy engine; the kernels follow each other on one stream. An element of
-              out is added to once, by one program, so that sums have one order.
+              A tile of an empty segment takes one step past the last row, where a box holds zeros. ACCUMULATE adds to
+              the values of out; empty segments then have no tiles.
+Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J], possibly a view of a larger tensor: bf16, with
+              ACCUMULATE float32. All three through descriptors, which clip boxes at I and J. Segments hold multiples of
+              BLOCK_R rows, so that no box reaches into the next segment; they may start anywhere. Padding at the end of
+              a segment is zero in x or in y, and finite in the other; steps of padding alone are skipped.
+Memory order  The copy engine reads and writes boxes; the kernels follow each other on one stream. One program adds to
+              an element of out, once, so that sums have a fixed order.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
@@ -27,13 +27,13 @@ from ..spec import ep_kernel
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Left and right half of a tile [ROWS, COLUMNS], without moving a value to another thread."""
+    """Left and right half of a tile [ROWS, COLUMNS]; no value moves to another thread."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store [ROWS, COLUMNS] as one box, or add it as two: float32 takes twice the room on its way."""
+    """Store [ROWS, COLUMNS] as one box, or add it as two: float32 takes twice the shared memory."""
     if ACCUMULATE:
         left, right = _halves(half, ROWS, COLUMNS)
         out.atomic_add([expert, i, j], left.reshape(1, ROWS, COLUMNS // 2))
@@ -47,7 +47,7 @@ class Segments(NamedTuple):
 
     Attributes:
         offs_ptr: [E + 1] int32.
-        filled_ptr: [E] int32, rows of each segment in front of its padding.
+        filled_ptr: [E] int32, rows of each segment before its padding.
         num_rows: R.
         num_experts: E.
         EP: a power of two, at least E.
@@ -94,9 +94,9 @@ def weight_gradient_kernel(
         counted = rows > 0
     first = tl.where(rows > 0, first, segments.num_rows)
     end = first + tl.maximum(rows, 1)
-    upto = tl.cumsum(counted.to(tl.int32), 0)  # segments with tiles, this one included
+    upto = tl.cumsum(counted.to(tl.int32), 0)  # segments with tiles, including this one
     before = upto - counted.to(tl.int32)
-    # Tiles below t that are this program's: those that are congruent to it.
+    # Count this program's tiles of each segment: those congruent to `program` modulo `programs`.
     mine = tl.cdiv(tl.maximum(upto * tiles - program, 0), programs)
     mine -= tl.cdiv(tl.maximum(before * tiles - program, 0), programs)
     steps = tl.sum(mine * tl.cdiv(end - first, tile.BLOCK_R))
