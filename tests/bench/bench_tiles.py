@@ -1,12 +1,13 @@
-"""Times other tiles of the experts' kernels beside those in use, on one GPU: what the tables of plans are chosen by.
+"""Compare other tiles of the experts' kernels with those in use, on one GPU, to choose the tables of plans.
 
     python tests/bench/bench_tiles.py                    # about 90 s
     python tests/bench/bench_tiles.py --group prepare,fp8
 
-Sizes are those of one of 4 GPUs with DeepSeek-V3's layer: 64 experts, 32,768 rows dealt out at random, segments aligned
-to 128 rows, buffers of static capacity. Of a group all variants run in turns, so that they have the same clocks; the
-first of each kernel is what is in use. A line has the median, its ratio to that first, and how far the results are
-apart, as a share of the largest. Without a GPU it runs tiny sizes in the interpreter, to try the program.
+Sizes are those of one of 4 GPUs with DeepSeek-V3's layer: 64 experts, 32,768 rows with random experts, segments aligned
+to 128 rows, buffers of static capacity. All variants of a group take turns, so that they run at the same clocks; the
+first variant of each kernel is the one in use. A line has the median in microseconds, its ratio to the first variant,
+and the largest difference from the first variant's result, relative to the largest value. Without a GPU, the program
+runs tiny sizes in the interpreter, to test itself.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ PREPARED = (
     ((64, 128), 4, 128, 8),
     ((128, 128), 8, 128, 4),
 )
-"""Tile, warps, registers and steps of the kernel that prepares weights; in use first."""
+"""Tile, warps, registers and steps of the kernel that prepares weights; the one in use comes first."""
 WGRAD: dict[str, dict[str, Any]] = {
     "in use": {},
     "band 16": {"WGRAD_BAND": 16},
@@ -77,7 +78,7 @@ WGRAD: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One line: of which kernel, how, and the call, whose result is compared."""
+    """One line: the kernel, a label of the variant, and the call, whose result is compared."""
 
     kernel: str
     how: str
@@ -85,7 +86,7 @@ class Variant:
 
 
 class Operands:
-    """Rows and weights of a layer. tiny: the same kernels on little data."""
+    """Rows and weights of a layer. tiny: little data for the same kernels."""
 
     def __init__(self, tiny: bool, device: torch.device) -> None:
         self.experts, self.hidden, self.ffn, rows = (64, 512, 256, 512) if tiny else (64, 7168, 2048, 32768)
@@ -109,7 +110,7 @@ class Operands:
         self.weights = torch.rand(self.rows, generator=self.generator, device=device) + 0.5
 
     def _table(self, starts: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-        """The tile table as a dispatch writes it, which knows what is padding."""
+        """The tile table as a dispatch writes it, with the rows that are padding."""
         table = tile_table(self.offs, self.rows)
         host = table.cpu()
         for record in host[1 : 1 + int(host[0, 0])]:
@@ -130,7 +131,7 @@ class Operands:
 
 
 def patched(module: Any, values: dict[str, Any], call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call with other constants of a module of plans."""
+    """The call with other constants in a module."""
 
     def run() -> Any:
         with contextlib.ExitStack() as stack:
@@ -142,7 +143,7 @@ def patched(module: Any, values: dict[str, Any], call: Callable[[], Any]) -> Cal
 
 
 def prepare(given: Operands) -> Iterator[Variant]:
-    """Copies of weights: made anew, and brought up to date after small changes and after none."""
+    """Copies of weights: new ones, and updates after small changes and after no change."""
     for name, w in (("w13", given.w13), ("w2", given.w2)):
         kept = prepare_weights(w, "both")
         yield Variant(f"prepare {name}", "new copies", lambda w=w: prepare_weights(w, "both"))
@@ -167,7 +168,7 @@ def prepare(given: Operands) -> Iterator[Variant]:
 
 
 def passes(given: Operands) -> Iterator[Variant]:
-    """Rows to and from one scale per row."""
+    """Conversions of rows to and from one scale per row."""
     for name, x in (("dpre", given.dpre), ("x", given.x)):
         for blocks in (128, 64, 256, 512, 0):
             values = {"LEAST_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
@@ -191,7 +192,7 @@ def passes(given: Operands) -> Iterator[Variant]:
 
 
 def products(given: Operands, fp8: bool) -> Iterator[Variant]:
-    """All products of rows and weights, in one arithmetic."""
+    """All products of rows and weights, in FP8 or in bf16."""
     kind, tiles = ("fp8", FP8) if fp8 else ("bf16", BF16)
     tiles = {"in use": None} if INTERPRETING else tiles
     x, act, dpre, dy = given.x, given.act, given.dpre, given.dy
@@ -225,7 +226,7 @@ def products(given: Operands, fp8: bool) -> Iterator[Variant]:
 
 
 def few(given: Operands) -> Iterator[Variant]:
-    """Decoding: 128 and 2048 copies dealt out to all experts, in segments without padding."""
+    """Decoding: 128 and 2048 assignments to random experts, in segments without padding."""
     e, h, f = given.experts, given.hidden, given.ffn
     w13, w2 = (prepare_weights(w, "fprop")[0] for w in (given.w13, given.w2))
     for copies, base in ((128, plans.product_tile("rows", "fp8", 16, "sm_90", True)),
@@ -267,7 +268,7 @@ def wgrad(given: Operands) -> Iterator[Variant]:
 
 
 def variants(group: str, given: Operands) -> Iterator[Variant]:
-    """Those of a group."""
+    """Variants of a group."""
     if group in ("fp8", "bf16"):
         return products(given, group == "fp8")
     return {"prepare": prepare, "passes": passes, "few": few, "wgrad": wgrad}[group](given)
@@ -277,7 +278,7 @@ def variants(group: str, given: Operands) -> Iterator[Variant]:
 
 
 def values_of(found: Any, given: Operands) -> torch.Tensor:
-    """What is compared of a result: rows in use, or weights."""
+    """The compared part of a result: rows in use, or two experts' weights."""
     while isinstance(found, tuple):
         found = [each for each in found if each is not None][-1]
     if isinstance(found, RowScaled):
@@ -287,7 +288,7 @@ def values_of(found: Any, given: Operands) -> torch.Tensor:
 
 
 def measure(group: str, given: Operands, iters: int) -> None:
-    """Print a line per variant."""
+    """Time the variants of a group and print a line per variant."""
     timer = Timer(given.device, 1, 0)
     alive: list[Variant] = []
     apart: dict[Variant, float] = {}
@@ -295,7 +296,7 @@ def measure(group: str, given: Operands, iters: int) -> None:
     for variant in variants(group, given):
         try:
             found = values_of(variant.call(), given)
-        except Exception as error:  # a tile that does not fit is a result, too
+        except Exception as error:  # a tile that does not fit is also a result
             print(f"{variant.kernel:34} {variant.how:32} {type(error).__name__}: {str(error)[:90]}", flush=True)
             continue
         base = first.setdefault(variant.kernel, found)
@@ -324,9 +325,9 @@ def warm(groups: Sequence[str], share: int, device: torch.device) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Front door."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--group", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--group", default=",".join(GROUPS), help=f"comma-separated, of {', '.join(GROUPS)}")
     parser.add_argument("--iters", type=int, default=20, metavar="N")
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

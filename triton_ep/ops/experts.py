@@ -1,11 +1,11 @@
 """The two products of the experts, forward (kernels/experts/gate_up.py and rows_product.py).
 
-Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each segment, then the end of
-the last. Rows after it are neither computed nor written. E experts, R rows, H hidden, F columns of the activation.
+Rows are in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each segment, then the end of
+the last. Rows past it are neither computed nor written. E experts, R rows, H hidden, F columns of the activation.
 
-Operands are bf16, or `RowScaled` (rows and weights both) for FP8 tensor cores. TMA reads what starts at multiples of
-16 bytes with rows of multiples of 16 bytes: H and F multiples of 8 in bf16, of 32 in FP8. Other bf16 shapes take a
-slower path.
+Operands are bf16, or both rows and weights are `RowScaled` for FP8 tensor cores. TMA reads operands that start at
+multiples of 16 bytes and have rows of multiples of 16 bytes: H and F multiples of 8 in bf16, of 32 in FP8. Other bf16
+shapes take a slower path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from triton_ep.runtime.plans.experts import (
 _Operand = torch.Tensor | RowScaled
 
 
-# --- what both products share -----------------------------------------------------------------------------
+# --- common to both products ------------------------------------------------------------------------------
 
 
 def _parts(x: _Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -45,7 +45,7 @@ def _parts(x: _Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _check_operands(rows: _Operand, weights: _Operand, names: tuple[str, str]) -> None:
-    """Both bf16 or both with row scales, [R, K] and [E, N, K] on one device."""
+    """Raise InputError unless both are bf16 or both RowScaled, [R, K] and [E, N, K], on one device."""
     scaled = [isinstance(each, RowScaled) for each in (rows, weights)]
     if scaled[0] != scaled[1]:
         raise InputError(
@@ -65,7 +65,7 @@ def _check_operands(rows: _Operand, weights: _Operand, names: tuple[str, str]) -
     if k == 0:
         raise InputError(f"{names[0]} is {list(rows.shape)}: there is nothing to sum over.")
     if scaled[0] and k % 32:
-        raise InputError(f"sums of {k} terms are no whole blocks of MXFP8; the nearest above is {-(-k // 32) * 32}.")
+        raise InputError(f"sums of {k} terms are not whole blocks of MXFP8; the nearest above is {-(-k // 32) * 32}.")
 
 
 def _check_vector(
@@ -96,7 +96,7 @@ def _choose(
 
 
 def _places(tile: ProductTile, offs: torch.Tensor, tiles: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    """What the kernel finds its tiles by."""
+    """The tile table, or the offsets if the kernel takes its tiles from these."""
     if not tile.table:
         return offs.contiguous()
     return tile_table(offs, num_rows) if tiles is None else tiles
@@ -124,9 +124,9 @@ def launch_gate_up(
     tile: ProductTile | None = None,
     tma: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activation, its scale bytes and what it was made of; the last two empty where they are not wanted.
+    """The activation, its scale bytes (empty unless act="mx") and its input (empty unless keep_pre).
 
-    Operands are checked. tile, tma: None = by size, and wherever sizes and addresses allow.
+    Operands must be checked already. tile: None = by size. tma: None = wherever sizes and addresses allow.
     """
     (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
     (num_rows, k), (num_experts, width, _) = rows.shape, w.shape
@@ -151,7 +151,7 @@ def launch_gate_up(
         _grid(tile, rows, num_experts, f),
         x=operands[0],
         w=operands[1],
-        # Pointers that the kernel does not read get the table of tiles.
+        # Pointers that the kernel does not read get `places`.
         x_scale_ptr=places if x_scale is None else x_scale,
         w_scale_ptr=places if w_scale is None else w_scale,
         bias_ptr=places if bias is None else bias,
@@ -223,27 +223,27 @@ def gate_up(
     fast: bool = False,
     tiles: torch.Tensor | None = None,
 ) -> tuple[_Operand, torch.Tensor | None]:
-    """First product of the experts and the activation of it, in one kernel. No gradient.
+    """First product of the experts and its activation, in one kernel. No gradient.
 
     Arguments:
         x: [R, H] bf16 or RowScaled.
-        w13: [E, 2F, H] of the same kind, contiguous, rows of gate before those of up; not gated: [E, F, H].
+        w13: [E, 2F, H] of the same kind, contiguous, gate rows before up rows; not gated: [E, F, H].
         offs: [E + 1] int32, see the module.
-        row_weights: [R] float32, by which the activation is multiplied.
+        row_weights: [R] float32 factors of the activation.
         activation: None: SwiGLU.
         bias: [E, 2F] float32 or bf16 ([E, F]), added to the product.
-        keep_pre: return the product, too.
+        keep_pre: also return the product.
         act: "bf16"; "mx": MXFP8 (RCEIL, blocks of 32 along F) of the float32 values, moved to one scale per row;
-            "mx_bf16": the values of that MXFP8 in bf16. F is then a multiple of 32.
-        fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
-            terms have one sign.
-        tiles: `tile_table(offs, R)`, where it is there already.
+            "mx_bf16": that MXFP8 as bf16 values. The last two need F to be a multiple of 32.
+        fast: sum in the FP8 tensor cores, on Hopper with about 14 bits: faster, but 12 % off if all terms have one
+            sign.
+        tiles: `tile_table(offs, R)`, if it exists already.
 
-    Returns the activation [R, F], bf16 or RowScaled ("mx"), and the product [R, 2F] ([R, F]) bf16, bias included, gate
-    columns first; or None.
+    Returns the activation [R, F], bf16 or RowScaled ("mx"), and with keep_pre the product [R, 2F] ([R, F]) bf16, bias
+    included, gate columns first, else None.
 
     Raises:
-        InputError: operands that do not fit each other. ConfigError: an activation that there is not.
+        InputError: operands that do not fit each other. ConfigError: an activation that no kernel computes.
     """
     activation = activation or Activation()
     check_activation(activation)
@@ -294,9 +294,9 @@ def launch_rows_product(
     tma: bool | None = None,
     zero_rest: bool = False,
 ) -> None:
-    """Write the product to `out`. Operands are checked.
+    """Write the product to `out`. Operands must be checked already.
 
-    tile, tma: None = by size, and wherever that is possible. zero_rest: rows after the last segment become zero.
+    tile: None = by size. tma: None = wherever possible. zero_rest: zero the rows past the last segment.
     """
     (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
     (num_rows, k), (num_experts, n, _) = rows.shape, weights.shape
@@ -305,7 +305,7 @@ def launch_rows_product(
     rows = dense(rows.contiguous())
     row_weights = None if bias is None else row_weights
     k_major = weights.is_contiguous()
-    # bf16 tiles step by 64 terms; of a transposed w, a box that crosses K would load rows of the next expert.
+    # bf16 tiles step by 64 terms. With a transposed w, a box that crosses K would load rows of the next expert.
     able = fits_tma((rows, k), (weights, k if k_major else n)) and (k_major or k % 64 == 0)
     tma = able and not INTERPRETING if tma is None else tma
     tile = tile or _choose("rows", rows, num_experts, a_scale is not None, fast, tma)
@@ -417,17 +417,17 @@ def rows_product(
     aligned: bool = False,
     tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[R, N] bf16: rows of segment e times w[e]^T. Second product of the experts, or a gradient of rows. No gradient.
+    """Second product of the experts, or a gradient of rows: [R, N] bf16, rows of segment e times w[e]^T. No gradient.
 
     Arguments:
         a: [R, K] bf16 or RowScaled.
         w: [E, N, K] of the same kind, contiguous; or bf16 [E, N, K] that is the transpose of a contiguous [E, K, N].
         offs: [E + 1] int32, see the module.
-        bias: [E, N] float32 or bf16, added. row_weights: [R] float32, which multiply the bias and nothing else.
-        out: [R, N] bf16 with consecutive columns, to be written; None: a new one. Rows after the last segment are not
+        bias: [E, N] float32 or bf16, added to the product. row_weights: [R] float32 factors of the bias alone.
+        out: [R, N] bf16 with consecutive columns, to be written; None: a new one. Rows past the last segment are not
             written.
-        aligned: every segment starts and ends at a multiple of 128 rows. That is a promise: rows of other segments come
-            out wrong where it is broken.
+        aligned: every segment starts and ends at a multiple of 128 rows. This is not checked: if it is false, rows of
+            other segments come out wrong.
         fast, tiles: as for `gate_up`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Launchers of the backward pass of experts (kernels/experts).
 
-Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each, then the end of the last.
-Rows after that end are neither read nor written. R rows, E experts, H hidden, F ffn.
+Rows are in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each, then the end of the last.
+Rows past that end are neither read nor written. R rows, E experts, H hidden, F ffn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton_ep.runtime.plans.experts import most_programs
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
 
 _BOX_BYTES = 16
-"""What the rows of a matrix that is read in boxes are multiples of."""
+"""Rows of a matrix read in boxes are multiples of this."""
 
 
 # --- rows of the second product ---------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def _down_dgrad(
     pre: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dpre, act, and partial sums of the row weights' gradient; w: [E, H, F], with k_major [E, F, H]."""
+    """dpre, act, and shares of the row weights' gradient; w: [E, H, F], with k_major [E, F, H]."""
     dpre, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1])
     _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (dpre, act, shares), options)
     return dpre, act, shares
@@ -90,14 +90,14 @@ def _down_dgrad_over(
     pre: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """act and those partial sums; dpre is stored in `pre`."""
+    """act and shares as in `_down_dgrad`; dpre overwrites `pre`."""
     _, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1], pre)
     _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (pre, act, shares), options)
     return act, shares
 
 
 def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> None:
-    """operands, options: of the ops above, up to `pre` and from `weights` on. results: dpre, act, shares."""
+    """operands, options: arguments of the ops above up to `pre`, and after it. results: dpre, act, shares."""
     dy, dy_scale, w, w_scale, k_major, pre = operands
     dpre, act, shares = results
     weights, tiles, *activation, fast = options
@@ -175,29 +175,29 @@ def down_dgrad(
     tiles: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Backward of `rows_product` of the activation, and of the activation, in one kernel. No gradient.
+    """Backward of `rows_product` and of the activation before it, in one kernel. No gradient.
 
     Arguments:
         dy: [R, H] bf16 or RowScaled, the gradient of the second product.
-        w2: bf16 [E, H, F], contiguous, or the transpose of a contiguous [E, F, H]; of RowScaled rows, RowScaled
+        w2: bf16 [E, H, F], contiguous, or the transpose of a contiguous [E, F, H]; if dy is RowScaled, RowScaled
             [E, F, H]: the weights quantised along H.
         pre: [R, 2F] bf16 of `gate_up`, gate columns first; not gated: [R, F].
         offs: [E + 1] int32, see the module.
-        row_weights: [R] float32, as they were given to `gate_up`.
+        row_weights: [R] float32, the same as for `gate_up`.
         activation: None: SwiGLU.
-        bias: [E, H] float32 or bf16 of the second product, which row weights multiplied, too: its part of their
-            gradient.
-        fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
-            terms have one sign.
-        tiles: `tile_table(offs, R)`, where it is there already.
-        overwrite: dpre takes the place of `pre`, which must be contiguous.
+        bias: [E, H] float32 or bf16 of the second product, which was also multiplied by the row weights: it contributes
+            to their gradient.
+        fast: sum in the FP8 tensor cores, on Hopper with about 14 bits: faster, but 12 % off if all terms have one
+            sign.
+        tiles: `tile_table(offs, R)`, if it exists already.
+        overwrite: dpre overwrites `pre`, which must be contiguous.
 
-    Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights, computed again from `pre`;
-    and the gradient of the row weights [R] float32, summed in a fixed order, or None without them.
+    Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights, recomputed from `pre`;
+    and the gradient of the row weights [R] float32, summed in a fixed order, or None without row weights.
 
     Raises:
-        InputError: operands that do not fit each other, or rows that are no multiples of 16 bytes. ConfigError: an
-            activation that there is not.
+        InputError: operands that do not fit each other, or rows that are not multiples of 16 bytes. ConfigError: an
+            activation that no kernel computes.
     """
     activation = Activation() if activation is None else activation
     check_activation(activation)
@@ -248,14 +248,14 @@ def _check_down(dy: torch.Tensor, w2: torch.Tensor, dy_fp8: bool, w2_fp8: bool, 
             f"must be {'[E, F, H]' if w2_fp8 else '[E, H, F]'} and pre {[num_rows, width]}."
         )
     if not dy.device == w2.device == pre.device:
-        raise InputError(f"dy, w2 and pre are on {dy.device}, {w2.device} and {pre.device}: move them.")
+        raise InputError(f"dy, w2 and pre are on {dy.device}, {w2.device} and {pre.device}: move them to one device.")
 
 
 def _misfit(name: str, x: torch.Tensor) -> str:
     unit = _BOX_BYTES // x.element_size()
     width = x.shape[-1]
     return (
-        f"{name} {list(x.shape)} with strides {list(x.stride())} fits no box: it must be contiguous, begin at a "
+        f"{name} {list(x.shape)} with strides {list(x.stride())} fits no TMA box: it must be contiguous, begin at a "
         f"multiple of {_BOX_BYTES} bytes, and have rows of a multiple of {unit} values; the nearest above {width} is "
         f"{-(-width // unit) * unit}."
     )
@@ -290,9 +290,9 @@ def _bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tenso
 
 @torch.no_grad()
 def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[E, N] float32: sums of the rows [R, N] bf16 of each segment, each times its weight where there are weights [R].
+    """[E, N] float32: sums of the rows [R, N] bf16 of each segment, each row times its weight if row_weights are given.
 
-    Summed in one order. No gradient.
+    row_weights: [R] float32. Sums have a fixed order. No gradient.
 
     Raises:
         InputError: operands that do not fit each other.
@@ -332,7 +332,7 @@ def _weight_gradient(
             out.add_(made) if accumulate else out.copy_(made)
         return
     plan, tile = plans.weight_gradient(num_experts, accumulate, INTERPRETING)
-    # float32 is stored in twice as many boxes.
+    # float32 is added in twice as many boxes.
     box = [1, tile.m, tile.n // (4 if accumulate else 2)]
     runtime.launch(
         plan,
@@ -360,18 +360,18 @@ def weight_gradient(
     aligned: bool = False,
     filled: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[E, I, J]: x_e^T @ y_e over the rows of each segment; zeros for an empty one. No gradient.
+    """[E, I, J]: x_e^T @ y_e over the rows of each segment; zeros for an empty segment. No gradient.
 
     Arguments:
-        x, y: [R, I] and [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K].
+        x, y: [R, I] and [R, J] bf16. With x = dY and y = A the result is the gradient of W [E, N, K].
         offs: [E + 1] int32, see the module.
-        out: [E, I, J], where the result goes: bf16, or with `accumulate` float32; columns, or rows of every expert, of
-            what is contiguous are as good; None: new, bf16.
-        accumulate: add the result to `out`; what belongs to an empty segment is not touched.
-        aligned: every segment holds a multiple of 64 rows: a fifth faster where rows are multiples of 16 bytes. That
-            is a promise: rows of other segments are added where it is broken.
-        filled: [E] int32, rows of each segment that are not padding at its end. Products of padding must be zero: with
-            `aligned` most of them are left out.
+        out: [E, I, J], receives the result: bf16, or with `accumulate` float32. May be a slice of columns, or of every
+            expert's rows, of a contiguous tensor. None: new, bf16.
+        accumulate: add the result to `out`; the part of an empty segment is not touched.
+        aligned: every segment holds a multiple of 64 rows: a fifth faster if rows are multiples of 16 bytes. This is
+            not checked: if it is false, rows of other segments enter the sums.
+        filled: [E] int32, rows of each segment before the padding at its end. Products of padding must be zero: with
+            `aligned` most of them are skipped.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.

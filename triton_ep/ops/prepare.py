@@ -1,4 +1,4 @@
-"""Weights of experts as FP8 products take them (kernels/experts/prepare.py): forward, and transposed for gradients."""
+"""Weights of experts for FP8 products (kernels/experts/prepare.py): forward, and transposed for gradients."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _prepare(
     transposed_scale: torch.Tensor | None,
     again: bool,
 ) -> None:
-    """again: the scales are those of other weights; what of them is right is used."""
+    """Write the requested forms. again: the outputs hold scales of an earlier weight; those still right are reused."""
     experts, n, k = w.shape
-    # What is not asked for has the memory of the other form, which nobody touches through it.
+    # A form that is not requested gets the pointers of the other form; the kernel does not use them.
     first, second = (out, scale), (transposed, transposed_scale)
     forms = (first if out is not None else second, second if transposed is not None else first)
     rows, columns = n if out is not None else 0, k if transposed is not None else 0
     uses = {"FPROP": rows > 0, "DGRAD": columns > 0}
     sizes = {"n": n, "k": k}
-    # One fill for both.
+    # One fill clears both.
     row_max, column_max = w.new_zeros(experts * (rows + columns), dtype=torch.int32).split(
         [experts * rows, experts * columns]
     )
@@ -73,20 +73,20 @@ def _prepare(
 def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None)) -> Prepared:
     """Quantise weights for the products that use them, each along the sum of its product, with one scale per row.
 
-    The scale is the largest of MXFP8 (RCEIL) in the row, and elements are rounded once under it: those of MXFP8 moved
-    to rows, but nearer to the weight where they are subnormal.
+    The scale is the largest MXFP8 (RCEIL) scale in the row. Elements are rounded once, under that scale: they equal
+    MXFP8 elements moved to rows, but are nearer to the weight where they are subnormal.
 
     Arguments:
         w: [E, N, K] bf16 or fp32, contiguous; or MXTensor of e4m3 quantised along K.
         uses: "fprop", for x w^T; "dgrad", for dy w; or "both".
-        out: where to write what is asked for: results of an earlier call for a weight of this shape, whose scales spare
-            a look at the weights where they still hold. The result does not depend on them. None: new memory.
+        out: results of an earlier call for a weight of this shape, to be overwritten. Where their scales still hold,
+            the weights are read once instead of twice. The result does not depend on them. None: new memory.
 
-    Returns (along K [E, N, K], along N transposed [E, K, N]); None for what was not asked for. The first of an MXTensor
-    has its own elements and scales, moved to rows; the second is quantised from its values in bf16.
+    Returns (along K [E, N, K], along N transposed [E, K, N]); None for a form that was not requested. For an MXTensor
+    the first holds its own elements and scales, moved to rows; the second is quantised from its values in bf16.
 
     Raises:
-        InputError: another shape, dtype or use; N or K that are no whole blocks of 32.
+        InputError: another shape, dtype or use; a summed dimension (N or K) that is not a multiple of 32.
     """
     if uses not in USES:
         raise InputError(f"uses is {uses!r}, choose from {', '.join(USES)}.")
@@ -113,7 +113,7 @@ def _check_blocks(w: torch.Tensor, fprop: bool, dgrad: bool) -> None:
         size = w.shape[dim]
         if wanted and size % 32:
             raise InputError(
-                f"w is {list(w.shape)}; its dimension {dim} is summed over in blocks of 32: the nearest above is "
+                f"w is {list(w.shape)}; dimension {dim} is summed in blocks of 32; the nearest above is "
                 f"{-(-size // 32) * 32}."
             )
 

@@ -1,4 +1,4 @@
-"""MXFP8 with one scale per row (kernels/experts/row_scales.py): what FP8 products of experts take."""
+"""MXFP8 with one scale per row (kernels/experts/row_scales.py), the operands of the experts' FP8 products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANTISED = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class RowScaled:
-    """MXFP8 values moved to one scale per row: fp8 tensor cores need no scale inside a sum over the row.
+    """MXFP8 values moved to one scale per row, so that fp8 tensor cores need no scale inside a sum over the row.
 
     Attributes:
         qdata: [R, K] rows, or [E, N, K] weights; float8_e4m3fn, contiguous.
@@ -49,23 +49,23 @@ class RowScaled:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the values."""
+        """Shape of the values."""
         return self.qdata.shape
 
     @property
     def device(self) -> torch.device:
-        """Where both parts are."""
+        """Device of both parts."""
         return self.qdata.device
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """All values, in bf16 or fp32; those of rows that are not in use mean nothing."""
+        """All values, in bf16 or fp32; values of rows not in use are undefined."""
         return _values(self.qdata.flatten(0, -2), self.scale.flatten(), None, dtype).view(self.shape)
 
 
 def launch_rows(
     name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **given: torch.Tensor | int
 ) -> None:
-    """Launch a kernel of row_scales.py over rows [R, K], or those in use. given: by names of its parameters."""
+    """Launch a kernel of row_scales.py over rows [R, K], or over those in use. given: further arguments by name."""
     num_rows, k = rows.shape
     if num_rows == 0 or k == 0:
         return
@@ -143,12 +143,12 @@ def _values(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None,
 
 
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:
-    """Give every row of MXFP8 the largest of its scales.
+    """Move every row of MXFP8 to the largest of its scales.
 
-    qdata: [R, K] or [E, N, K] float8_e4m3fn. scale: the same with K / 32, uint8 or float8_e8m0fnu. offs: [E + 1] int32:
-    of rows [R, K], only those before its last entry are read and written; the host does not read it.
+    qdata: [R, K] or [E, N, K] float8_e4m3fn. scale: the same shape with K / 32, uint8 or float8_e8m0fnu. offs:
+    [E + 1] int32, with rows [R, K]: only rows before its last entry are read and written; the host does not read it.
 
-    An element keeps its bits unless it becomes subnormal under the larger scale s: then it is rounded to a multiple of
+    An element keeps its value unless it becomes subnormal under the larger scale s: then it is rounded to a multiple of
     s * 2^-9, an error of at most s * 2^-10. A scale byte of 255 makes the scale of its row NaN.
 
     Raises:
@@ -188,10 +188,10 @@ def dequantize_rows_in_use(
 ) -> torch.Tensor:
     """[R, K] values of rows, in bf16 or fp32; rows from offs[-1] on are neither read nor written.
 
-    Exact in bf16 where that reaches: scales of 2^-124 to 2^119. columns: consecutive ones, in place of all K.
+    Exact in bf16 within its range: for scales of 2^-124 to 2^119. columns: consecutive columns, instead of all K.
 
     Raises:
-        InputError: weights, another dtype, offsets that are none, or columns with a step.
+        InputError: weights instead of rows, another dtype, invalid offsets, or columns with a step.
     """
     if x.qdata.dim() != 2:
         raise InputError(f"x must be rows [R, K]; it is {list(x.shape)}.")
@@ -206,4 +206,4 @@ def _check_rows(offs: torch.Tensor | None, x: torch.Tensor) -> None:
         return
     check_offsets(offs, device=x.device)
     if x.dim() != 2:
-        raise InputError(f"offs goes with rows [R, K], not with {list(x.shape)}.")
+        raise InputError(f"offs requires rows [R, K], not {list(x.shape)}.")

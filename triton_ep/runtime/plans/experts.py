@@ -1,4 +1,4 @@
-"""Tile shapes and constexprs of the experts' kernels (kernels/experts), and what call sites ask for."""
+"""Tile shapes, constexprs and kernel requests of the experts' kernels (kernels/experts)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
 KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
-"""Activations, and what the kernels call them."""
+"""Activations by name, with their numbers in kernels."""
 ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
-"""How the activation leaves the first product, and what the kernel calls it."""
+"""Output formats of the activation by name, with their numbers in the kernel."""
 
 
 PREPARED, PREPARED_WARPS, PREPARED_REGISTERS = (128, 64), 4, 128
-"""Rows and columns of a weight that are prepared at once; with so many registers four programs fit side by side."""
+"""Rows and columns of a tile of weights to prepare. With this many registers four programs fit on a multiprocessor."""
 PREPARED_STEPS = 4
-"""Such tiles, one below the other, that a program takes."""
+"""Tiles per program, one below the other."""
 MENDED = 32
-"""Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
+"""Rows or columns that a program checks. With more, it rereads more unchanged ones; with fewer, more programs start."""
 QUANTIZED_BLOCKS = 256
-"""Of 32 values: rows of more are taken by steps, and read twice when they are quantised."""
+"""Most blocks of 32 in a row that a tile holds whole. Longer rows take steps; quantising then reads them twice."""
 LEAST_BLOCKS = 128
-"""Of shorter rows, a program that quantises takes several, until it has so many."""
+"""Blocks per program that quantises: it takes several rows if they are shorter."""
 REBASED_BLOCKS = 256
-"""The same of a program that moves e4m3 elements, which are half as long."""
+"""The same for a program that moves e4m3 elements, which are half as long."""
 COPIED_COLUMNS = 8192
-"""Values that a program of row_tile has at once."""
+"""Values that a program of `row_tile` holds at once."""
 
 
 def activation_constexprs(
@@ -56,7 +56,7 @@ def activation_constexprs(
 
 
 def max_tiles(num_rows: int, num_experts: int) -> int:
-    """Records that suffice for the tiles of `num_rows` rows in segments of any sizes."""
+    """Number of records that suffices for the tiles of `num_rows` rows in segments of any sizes."""
     return -(-num_rows // TILE_ROWS) + num_experts
 
 
@@ -66,9 +66,9 @@ def segments_power(num_experts: int) -> int:
 
 
 def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str, int]:
-    """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale: of up to 8192 a tile has whole rows.
+    """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale; up to 8192, a tile holds whole rows.
 
-    rebased: the rows are of e4m3 already.
+    rebased: the rows are e4m3 already.
     """
     if interpreted:
         blocks = min(next_power_of_2(k // 32), 16)
@@ -89,21 +89,22 @@ def row_tile(k: int, interpreted: bool) -> dict[str, int]:
 
 
 def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:
-    """Constexprs of kernels that stop at the end of the last segment, where there are segments."""
+    """Constexprs of kernels that, given offsets, stop at the end of the last segment."""
     return {"HAS_OFFSETS": has_offsets}
 
 
 def maxima_tile(interpreted: bool) -> dict[str, int]:
-    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights, and how many loads are in flight."""
+    """BLOCK_N, BLOCK_K and loads in flight (STAGES) of the kernel that finds the largest weights."""
     return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
 
 
 def prepare_weights_plan(
     uses: dict[str, bool], check: bool, interpreted: bool, wide: bool = False
 ) -> tuple[Plan, tuple[int, int]]:
-    """Weights in both forms, and how many rows and columns a program takes.
+    """Plan that prepares weights in both forms, and the rows and columns that a program takes.
 
-    uses: FPROP, DGRAD. check: scales are those of copies. wide: of float32, which take twice the registers.
+    uses: FPROP, DGRAD. check: start from the scales of existing copies. wide: weights are float32, which take twice the
+    registers.
     """
     rows, columns = (128, 128) if interpreted else PREPARED
     steps = 2 if interpreted else PREPARED_STEPS
@@ -114,7 +115,7 @@ def prepare_weights_plan(
 
 
 def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> Plan:
-    """Those rows and columns again whose scales have changed; a program takes LINES of them."""
+    """Plan that prepares again the rows and columns whose scales have changed. A program takes LINES of them."""
     return Plan("mend_weights_kernel", {**uses, "LINES": 128 if interpreted else MENDED, "STEP": 64})
 
 
@@ -126,15 +127,15 @@ class ProductTile:
     """Tile of a product over segments of rows.
 
     Attributes:
-        m, n, k: rows, columns, step along the sum. Of a gated first product, `n` columns of gate and as many of up.
+        m, n, k: rows, columns, step along the sum. A gated first product has `n` columns of gate and `n` of up.
         stages: steps in flight.
-        warps: of a program. per_sm: programs on a multiprocessor.
-        promote: each step is added in float32, not by the tensor cores.
-        swap: the weights' rows are the rows of the product: for few rows.
+        warps: warps of a program. per_sm: programs per multiprocessor.
+        promote: add each step in float32, not in the tensor cores.
+        swap: compute the transposed product, whose rows are those of the weights: for few rows.
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
-        split: the tile is summed as two halves of its rows, one after the other: only one of them has a step's sum in
-            registers, and a half without rows costs nothing. With TMA.
+        split: sum the tile as two halves of its rows, one after the other: only one half has a step's sum in
+            registers, and a half without rows costs nothing. Requires TMA.
     """
 
     m: int
@@ -151,11 +152,11 @@ class ProductTile:
 
     @property
     def box_rows(self) -> int:
-        """Rows that are loaded at once."""
+        """Rows of a box, which are loaded at once."""
         return self.m // 2 if self.split else self.m
 
     def halved(self) -> ProductTile:
-        """For two matrices of half as many columns each."""
+        """The tile for two matrices with half as many columns each."""
         return replace(self, n=self.n // 2)
 
 
@@ -179,11 +180,12 @@ PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ..
         ("rows", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
     }
 }
-"""By architecture, product and arithmetic: up to how many rows per expert which tile, of one matrix. Fastest of those
-tried on one H200 with 32 and 64 experts, K 7168 and 2048; other architectures take the same until they are measured."""
+"""By architecture, product and arithmetic: (most rows per expert, tile of one matrix) in ascending order. Fastest of
+those tried on one H200 with 32 and 64 experts, K 7168 and 2048; other architectures use them until they are measured.
+"""
 
 PLAIN_TILES = {"bf16": ProductTile(128, 128, 64, 4), "fp8": ProductTile(64, 128, 128, 3, 4, promote=True)}
-"""Without TMA: addresses take the registers that a larger tile would need."""
+"""Without TMA: addresses occupy the registers that a larger tile would need."""
 
 _INTERPRETED: tuple[tuple[int, ProductTile], ...] = (
     (16, ProductTile(16, 64, 128, 1, swap=True, promote=True, table=False)),
@@ -198,10 +200,10 @@ def product_tile(
 
     Arguments:
         product: "gate_up" or "rows".
-        arithmetic: "bf16", "fp8", or "fast" for e4m3 that tensor cores add up themselves.
-        rows_per_expert: mean, as far as the host knows it.
-        arch: "sm_90"; None: the interpreter.
-        halves: matrices of the first product.
+        arithmetic: "bf16", "fp8", or "fast": e4m3 summed in the tensor cores.
+        rows_per_expert: the mean, as far as the host knows it.
+        arch: such as "sm_90"; None: the interpreter.
+        halves: matrices of the first product: 2 if gated.
     """
     if arch is None:
         choices = _INTERPRETED
@@ -214,7 +216,7 @@ def product_tile(
 
 
 def tile_constexprs(tile: ProductTile, num_experts: int, tma: bool, scaled: bool) -> dict[str, Any]:
-    """Constexprs that both products have."""
+    """Constexprs common to both products."""
     return {
         "TMA": tma,
         "TABLE": tile.table,
@@ -233,7 +235,7 @@ def tile_constexprs(tile: ProductTile, num_experts: int, tma: bool, scaled: bool
 
 
 def most_programs(tile: ProductTile, num_rows: int, num_experts: int, columns: int) -> int:
-    """Tiles that there can be at most."""
+    """Largest possible number of tiles."""
     rows = (
         max_tiles(num_rows, num_experts) * (TILE_ROWS // tile.m) if tile.table else -(-num_rows // tile.m) + num_experts
     )
@@ -249,7 +251,7 @@ def gate_up_constexprs(
     act: str,
     activation: dict[str, Any],
 ) -> dict[str, Any]:
-    """Constexprs of the first product. has: a bias, row weights, the product kept; activation: its constexprs."""
+    """Constexprs of the first product. has: bias, row weights, product kept. activation: its constexprs."""
     options = dict(zip(("HAS_BIAS", "HAS_WEIGHTS", "HAS_PRE"), has, strict=True))
     return {**tile_constexprs(tile, num_experts, tma, scaled), **options, "OUT": ACT_OUT[act], **activation}
 
@@ -266,8 +268,8 @@ def rows_constexprs(
 ) -> dict[str, Any]:
     """Constexprs of the other products of rows.
 
-    aligned: results, in bf16, may leave in boxes. has: a bias, its row weights. zero_rest: rows behind the last segment
-    become zero.
+    aligned: results, in bf16, may be stored in boxes. has: bias, row weights of the bias. zero_rest: zero the rows past
+    the last segment.
     """
     box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS
     options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
@@ -275,7 +277,7 @@ def rows_constexprs(
     return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
 
 
-# --- what an ahead-of-time library is asked for -----------------------------------------------------------------
+# --- requests for an ahead-of-time library ----------------------------------------------------------------------
 
 
 def experts(
@@ -298,15 +300,15 @@ def experts(
     """The experts of a MoE layer, forward and the gradients of rows, for sizes that are multiples of 64.
 
     Arguments:
-        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, added in float32 or by tensor cores.
-        training: the first product is kept for the backward pass (True), or not.
-        few_rows: 64 rows per expert or fewer (True), more (False).
+        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, summed in float32 or in tensor cores.
+        training: keep the first product for the backward pass (True), or not.
+        few_rows: 64 rows per expert or fewer (True), or more (False).
         weights: rows have weights. aligned: segments are multiples of 128 rows.
-        bias: dtype of biases, "bf16" or "fp32"; None: there are none.
-        exact: the activation is MXFP8 in bf16, too.
-        tma: operands are read in boxes, or by addresses, where they fit no box.
+        bias: dtype of biases, "bf16" or "fp32"; None: no biases.
+        exact: include the activation as MXFP8 in bf16.
+        tma: read operands in boxes (True), or by addresses, for operands that fit no box.
         kind, gated, limit, alpha, up_offset: the activation.
-        arch: whose tiles.
+        arch: architecture of the tiles.
     """
     activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
     found = [KernelRequest("tile_table_kernel", {"SP": segments_power(experts_per_rank)})]
@@ -326,7 +328,7 @@ def experts(
                 majors = [True, False] if how == "bf16" and any(training) else [True]
                 for k_major in majors:
                     for whole in aligned:
-                        # A gradient of rows has no bias; its weights are read across in bf16, transposed in FP8.
+                        # A gradient of rows has no bias; bf16 reads weights without K_MAJOR, FP8 transposed copies.
                         back = how != "bf16" and any(training)
                         for given in {bias if k_major else None, *([None] if back else [])}:
                             found.append(_rows(tile, experts_per_rank, tma, how, k_major, whole, given, any(weights)))
@@ -396,9 +398,9 @@ def _rows(
 
 
 def products_with_row_scales(experts_per_rank: int, out: str, tma: bool, arch: str = "sm_90") -> list[KernelRequest]:
-    """Products of MXFP8 rows and weights with one scale per row, segments of any size; rows behind them are zero.
+    """Products of MXFP8 rows and weights with one scale per row, over segments of any size; rows past them become zero.
 
-    out: dtype of the results. tma: operands are read in boxes. arch: whose tiles.
+    out: dtype of the results. tma: read operands in boxes. arch: architecture of the tiles.
     """
     tiles = {product_tile("rows", "fp8", mean, arch, tma) for mean in (16, 32, 64, TILE_ROWS)}
     return [
@@ -408,7 +410,7 @@ def products_with_row_scales(experts_per_rank: int, out: str, tma: bool, arch: s
 
 
 def rebased_rows(has_offsets: bool) -> list[KernelRequest]:
-    """MXFP8 rows moved to one scale each: those in use, or all of them."""
+    """Moving MXFP8 rows to one scale each: the rows in use, or all rows."""
     types = {"offs_ptr": "*i32" if has_offsets else "*fp8e4nv"}
     sizes = (1024, 2048, 4096, 8192, 16384)
     tiles = [quantized_tile(k, interpreted=False, rebased=True) for k in sizes]
@@ -416,7 +418,7 @@ def rebased_rows(has_offsets: bool) -> list[KernelRequest]:
 
 
 def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
-    """What makes and takes apart row scales, of rows in use and of whole weights."""
+    """Kernels that quantise to row scales and back: rows in use, and whole weights."""
     found = rebased_rows(has_offsets=True)
     for k in (1024, 2048, 4096, 8192, 16384):
         constexprs = offsets_constexprs(True) | quantized_tile(k, interpreted=False)

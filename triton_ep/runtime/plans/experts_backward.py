@@ -1,4 +1,4 @@
-"""Tile shapes and constexprs of the backward pass of experts (kernels/experts)."""
+"""Tile shapes, constexprs and kernel requests of the experts' backward pass (kernels/experts)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
 WGRAD = Tile(128, 128, 64, 3, 4)
-"""Rows and columns of a weight, and rows of its segment per step: what segments hold multiples of."""
+"""Rows and columns of a weight, and rows of its segment per step; segments hold multiples of the latter."""
 WGRAD_PROGRAMS = 2
-"""Per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
+"""Programs per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
 WGRAD_ADDED = Tile(128, 256, 64, 4)
-"""Where it is added to float32, one program per multiprocessor: memory sets the pace."""
+"""Tile for adding to float32, with one program per multiprocessor: memory is the limit."""
 WGRAD_BAND = 32
 WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
@@ -32,11 +32,11 @@ DOWN_FAST = ProductTile(128, 256, 128, 4)
 DOWN_INTERPRETED = ProductTile(64, 64, 128, 1, promote=True)
 DOWN_INTERPRETED_FP8 = ProductTile(128, 64, 128, 1, promote=True, split=True)
 DOWN_COLUMNS = 32
-"""Of a tile on their way through the activation at once: more, and values spill."""
+"""Columns of a tile that pass through the activation at once. With more, registers spill."""
 
 
 def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tuple[Plan, Tile]:
-    """Gradient of the weights of segments of whole tiles, and the tile."""
+    """Plan of the gradient of weights for segments of whole steps, and its tile."""
     tile = WGRAD_INTERPRETED if interpreted else WGRAD_ADDED if accumulate else WGRAD
     constexprs = {
         "ACCUMULATE": accumulate,
@@ -51,7 +51,7 @@ def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tu
 
 
 def down_tile(fp8: bool, fast: bool, interpreted: bool) -> ProductTile:
-    """The tile for operands of one kind."""
+    """Tile of `down_dgrad` for operands of this kind."""
     if interpreted:
         return DOWN_INTERPRETED_FP8 if fp8 else DOWN_INTERPRETED
     return (DOWN_FAST if fast else DOWN_FP8) if fp8 else DOWN_BF16
@@ -77,7 +77,7 @@ def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, a
 
 
 def row_weight_gradient(hidden: int, has_bias: bool, fp8: bool, interpreted: bool) -> Plan:
-    """Gradient of the rows' weights from the shares of tiles, and of a bias."""
+    """Gradient of the rows' weights, from the shares of tiles and the contribution of a bias."""
     rows, block = ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS
     if interpreted:
         rows, block = TILE_ROWS, min(next_power_of_2(hidden), 256)
@@ -86,7 +86,7 @@ def row_weight_gradient(hidden: int, has_bias: bool, fp8: bool, interpreted: boo
 
 
 def bias_gradient(n: int, has_weights: bool, interpreted: bool) -> Plan:
-    """Sums of the rows of segments."""
+    """Gradient of a bias: sums of the rows of segments."""
     rows, block = (64, min(next_power_of_2(n), 256)) if interpreted else (BIAS_ROWS, BIAS_COLUMNS)
     return Plan("bias_gradient_kernel", {"HAS_WEIGHTS": has_weights, "BLOCK_R": rows, "BLOCK_N": block})
 
@@ -101,12 +101,12 @@ def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
 
 
 def expand_arrivals(hidden: int, interpreted: bool) -> Plan:
-    """Arrived rows, copied to the rows of their experts."""
+    """Copy arrived rows to the rows of their assignments."""
     shares, block = (1, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, ARRIVAL_COLUMNS)
     return Plan("expand_arrivals_kernel", {"SHARES": shares, "BLOCK_H": block})
 
 
-# --- what an ahead-of-time library is asked for -----------------------------------------------------------------
+# --- requests for an ahead-of-time library ----------------------------------------------------------------------
 
 
 def experts_backward(
@@ -125,10 +125,10 @@ def experts_backward(
     """Gradients of the experts of a MoE layer and of a weighted combine, for sizes that are multiples of 64.
 
     Arguments:
-        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, added in float32 or by tensor cores.
+        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, summed in float32 or in tensor cores.
         weights: rows have weights. aligned: segments are multiples of 128 rows.
-        main_grad: gradients of weights are added to float32 ones (True), or are new (False).
-        bias: dtype of biases, "bf16" or "fp32"; None: there are none.
+        main_grad: add gradients of weights to existing float32 ones (True), or create new ones (False).
+        bias: dtype of biases, "bf16" or "fp32"; None: no biases.
         kind, gated, limit, alpha, up_offset: the activation.
     """
     activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
@@ -199,7 +199,7 @@ def _weights(experts: int, added: bool) -> KernelRequest:
 
 
 def _masked_weights(experts: int, added: bool) -> KernelRequest:
-    """Of segments of any length, whose ends stand one behind the start of their table."""
+    """Gradient of weights for segments of any length. `ends_ptr` is offs[1:], hence unaligned."""
     tile = MASKED_WGRAD_ADDED if added else MASKED_WGRAD
     types = {
         "x_desc": f"tensordesc<bf16[{tile.k},{tile.m}]>",
