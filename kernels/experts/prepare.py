@@ -11,7 +11,7 @@ Protocol      The product with w [N, K] sums over K, the product with its transp
               threads, only once.
               Existing copies (CHECK): a step of training changes few scales, so prepare_weights uses the scales of the
               copies, and finds the largest magnitudes on the way. mend_weights then prepares again the rows and columns
-              whose scales have changed. The bits are those of new copies, and weights are read once.
+              whose scales have changed. The result equals new copies bit for bit, and weights are read once.
 Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, in which
               order a NaN is the largest; maxima over programs start at 0. FPROP: out [E, N, K] e4m3, its
               scales [E, N] float32. DGRAD: transposed [E, K, N] e4m3, its scales [E, K].

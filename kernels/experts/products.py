@@ -93,7 +93,7 @@ def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexp
 
 @triton.jit
 def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, so that with few rows those of the weights fill a tile.
+    """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, for few rows: weight rows fill the tile.
 
     PROMOTE: add the step in float32. Otherwise tensor cores accumulate into `acc`, on Hopper with fewer bits if
     operands are e4m3.

@@ -92,7 +92,7 @@ def rebase_rows_kernel(
         for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
             if WHOLE:
-                # Load before anything waits for the scales. Evict first: the product wants `out` in L2, not this.
+                # Load before anything waits for the scales. Evict first, to keep `out` in L2 for the product.
                 elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0, eviction_policy="evict_first")
             scale = tl.load(scale_row + first + offs_b, mask=alive, other=0).to(tl.int32)
             largest = tl.maximum(largest, tl.max(scale, axis=1))

@@ -116,7 +116,7 @@ class Method(NamedTuple):
 def rows_product_kernel(
     a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]
-    out,  # with BOX_STORES a descriptor of [R, N], boxes of as many rows as those of a, BLOCK_N / 2 columns
+    out,  # with BOX_STORES a descriptor of [R, N], boxes of as many rows as boxes of a, BLOCK_N / 2 columns
     factors: Factors,
     by_rows: ByRows,
     segments: Segments,

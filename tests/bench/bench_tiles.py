@@ -3,7 +3,7 @@
     python tests/bench/bench_tiles.py                    # about 90 s
     python tests/bench/bench_tiles.py --group prepare,fp8
 
-Sizes are those of one of 4 GPUs with DeepSeek-V3's layer: 64 experts, 32,768 rows with random experts, segments aligned
+Sizes are for one of 4 GPUs with DeepSeek-V3's layer: 64 experts, 32,768 rows with random experts, segments aligned
 to 128 rows, buffers of static capacity. All variants of a group take turns, so that they run at the same clocks; the
 first variant of each kernel is the one in use. A line has the median in microseconds, its ratio to the first variant,
 and the largest difference from the first variant's result, relative to the largest value. Without a GPU, the program

@@ -84,7 +84,7 @@ def _check_segments(offs: torch.Tensor, tiles: torch.Tensor | None, num_experts:
     if tiles is None:
         return
     if tiles.dtype != torch.int32 or tiles.dim() != 2 or tiles.shape[1] != TILE_WORDS or not tiles.is_contiguous():
-        raise InputError(f"tiles must be what tile_table returns; it is {tiles.dtype} {list(tiles.shape)}.")
+        raise InputError(f"tiles must be the table that tile_table returns; it is {tiles.dtype} {list(tiles.shape)}.")
 
 
 def _choose(

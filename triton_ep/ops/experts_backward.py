@@ -148,7 +148,7 @@ def _row_weight_gradient(
         plan,
         grid if out.shape[0] else 0,
         shares_ptr=shares,
-        # Gradients and their scales are read only where there is a bias.
+        # The kernel reads dy and its scales only if there is a bias.
         dy_ptr=tiles if bias is None else dy,
         dy_scale_ptr=tiles if bias is None or dy_scale is None else dy_scale,
         bias_ptr=tiles if bias is None else bias,
@@ -218,7 +218,7 @@ def down_dgrad(
     _check_vector("bias", bias, [experts, hidden], (torch.float32, torch.bfloat16), rows)
     table = tile_table(offs, num_rows) if tiles is None else tiles
     if table.dtype != torch.int32 or table.shape != (table.shape[0], TILE_WORDS) or not table.is_contiguous():
-        raise InputError(f"tiles must be what tile_table returns; it is {table.dtype} {list(table.shape)}.")
+        raise InputError(f"tiles must be the table that tile_table returns; it is {table.dtype} {list(table.shape)}.")
     row_weights, bias = (None if each is None else each.contiguous() for each in (row_weights, bias))
     given = (rows, dy_scale, weights, w_scale, k_major, pre, row_weights, table, *activation, fast)
     if overwrite:

@@ -172,7 +172,7 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | N
 def quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:
     """MXFP8 (RCEIL, blocks of 32 columns) of [R, K] bf16 or fp32, moved to one scale per row, in one kernel.
 
-    The bits are those of `rebase_rows(*quantize_rows(x))`. offs: as for `rebase_rows`.
+    Bit for bit equal to `rebase_rows(*quantize_rows(x))`. offs: as for `rebase_rows`.
 
     Raises:
         InputError: shape or dtype.
