@@ -28,13 +28,7 @@ from ..device.payload import Tile
 from ..device.tiles import TILE_ROWS, rows_of_tile, tiles_in_table
 from ..spec import ep_kernel
 from .activation import Activation, activation_gradients
-from .products import add_step, table_tile, table_tiles
-
-
-@triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Left and right half of a tile [ROWS, COLUMNS]; no value moves to another thread."""
-    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+from .products import add_step, halves, table_tile, table_tiles
 
 
 @triton.jit
@@ -204,10 +198,10 @@ def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.con
         )
     parts = (acc,)
     for level in tl.static_range(LEVELS):
-        halves = ()
+        narrower = ()
         for part in tl.static_range(2**level):
-            halves = halves + _halves(parts[part], BLOCK_M, BLOCK_N // 2**level)
-        parts = halves
+            narrower = narrower + halves(parts[part], BLOCK_M, BLOCK_N // 2**level)
+        parts = narrower
     share = tl.zeros((BLOCK_M,), tl.float32)
     for part in tl.static_range(2**LEVELS):
         share += _finish(

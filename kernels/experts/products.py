@@ -92,6 +92,12 @@ def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexp
 
 
 @triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Left and right half of a tile [ROWS, COLUMNS]; no value moves to another thread."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
     """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, for few rows: weight rows fill the tile.
 

@@ -23,19 +23,14 @@ import triton.language as tl
 
 from ..device.groups import WgradTile, in_bands, pick
 from ..spec import ep_kernel
-
-
-@triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Left and right half of a tile [ROWS, COLUMNS]; no value moves to another thread."""
-    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+from .products import halves
 
 
 @triton.jit
 def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Store [ROWS, COLUMNS] as one box, or add it as two: float32 takes twice the shared memory."""
     if ACCUMULATE:
-        left, right = _halves(half, ROWS, COLUMNS)
+        left, right = halves(half, ROWS, COLUMNS)
         out.atomic_add([expert, i, j], left.reshape(1, ROWS, COLUMNS // 2))
         out.atomic_add([expert, i, j + COLUMNS // 2], right.reshape(1, ROWS, COLUMNS // 2))
     else:
@@ -122,7 +117,7 @@ def weight_gradient_kernel(
             last = pick(end, expert)
         acc = tl.dot(x.load([r, i]).T, y.load([r, j]), acc)
         if r + tile.BLOCK_R >= last:
-            left, right = _halves(acc, tile.BLOCK_I, tile.BLOCK_J)
+            left, right = halves(acc, tile.BLOCK_I, tile.BLOCK_J)
             _store_half(out, left, expert, i, j, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
             _store_half(out, right, expert, i, j + tile.BLOCK_J // 2, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
             acc = tl.zeros((tile.BLOCK_I, tile.BLOCK_J), tl.float32)

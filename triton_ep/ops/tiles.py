@@ -52,7 +52,7 @@ def tile_table(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     offs: [E + 1] int32 on the device, first row of each segment, then the end of the last. The host does not read it.
     num_rows: rows for which there is room. A tile holds 1 to 128 rows of one segment; records past the last tile are
-    not written.
+    zero.
 
     Raises:
         InputError: another shape or dtype of `offs`.
