@@ -1,14 +1,14 @@
 """The experts of one rank as one differentiable function: both products, the activation between them, all gradients.
 
-What is multiplied, by precision (R rows, E experts, H hidden, F ffn):
+Operands by precision (R rows, E experts, H hidden, F ffn):
 
     None       bf16 rows, bf16 weights.
-    "default"  FP8: rows and weights in MXFP8 along the sum of each product, moved to one scale per row; every 128 terms
-               are added in float32. The activation, and the gradients of both products, are quantised in the same way.
-    "fast"     the same, added up by the tensor cores.
+    "default"  FP8: rows and weights in MXFP8 along the sum of each product, moved to one scale per row; sums of 128
+               terms are added in float32. The activation and the gradients of both products are quantised likewise.
+    "fast"     the same operands; the tensor cores add all terms.
     "exact"    bf16 products of the MXFP8 values of the same operands.
 
-Gradients of weights are bf16 products of rows in bf16, whatever the precision: of MXFP8 rows, of their values.
+With every precision, gradients of weights are products of bf16 rows; MXFP8 rows are converted to their values.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ PRECISIONS = (None, "default", "fast", "exact")
 
 Rows = torch.Tensor | RowScaled
 Saved = dict[str, Any]
-"""What the backward pass needs: "rows" as they came or were multiplied, the 8-bit form of them if there is one, or
-`Arrived`, and only for the gradient of w13; "pre", the first product; "row_weights"."""
+"""What the backward pass needs: "rows", only for the gradient of w13: as received or as multiplied, in 8 bits if that
+form exists, or `Arrived`; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
 _ALL = slice(None)
 _STRIP = 128
-"""Columns that strips of rows are multiples of: those of a tile of the gradients of weights."""
+"""Strips of rows have a multiple of this number of columns: the width of a tile of the gradients of weights."""
 
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """What does not change from call to call.
+    """Settings of all calls.
 
     Attributes:
         activation: between the two products.
         precision: see the module.
-        aligned: every segment starts and ends at a multiple of 128 rows, which is faster. That is a promise: results
-            are wrong where it is broken.
+        aligned: every segment starts and ends at a multiple of 128 rows, which is faster. The caller guarantees it:
+            results are wrong otherwise.
 
     Raises:
-        ConfigError: another precision.
+        ConfigError: unknown precision.
     """
 
     activation: Activation = _SWIGLU
@@ -73,12 +73,12 @@ class ExpertSettings:
 
     @property
     def fp8(self) -> bool:
-        """Products are of e4m3 operands."""
+        """Whether products have e4m3 operands."""
         return self.precision in ("default", "fast")
 
     @property
     def fast(self) -> bool:
-        """Tensor cores add up by themselves."""
+        """Whether tensor cores add all terms."""
         return self.precision == "fast"
 
 
@@ -96,23 +96,23 @@ def expert_block(
 ) -> torch.Tensor:
     """[R, H] bf16: activation(x w13^T + b13) times the row's weight, times w2^T, plus b2 times the row's weight.
 
-    Differentiable in all tensors but `offs` and `tiles`; what needs no gradient costs none. The same bits every time.
-    Rows from offs[-1] on are neither read nor written, and have no gradients: what stands there means nothing.
+    Differentiable in all tensors but `offs` and `tiles`; gradients that are not needed cost nothing. Bit-identical
+    every time. Rows from offs[-1] on are neither read nor written, and their gradients are undefined.
 
     Arguments:
-        x_rows: [R, H] bf16; with a precision an MXTensor or RowScaled as well. RowScaled has no gradient. Of bf16 rows
-            FP8 products quantise their own, and "exact" takes the values as they are; so they do of the gradient of the
-            result, which may be bf16 or an MXTensor.
-        row_weights: [R] float32, or None: ones.
+        x_rows: [R, H] bf16; with a precision also MXTensor or RowScaled. RowScaled has no gradient. FP8 products
+            quantise bf16 rows; "exact" uses their values unchanged. The same holds for the gradient of the result,
+            which may be bf16 or an MXTensor.
+        row_weights: [R] float32; None: ones.
         w13: [E, 2F, H], rows of gate before those of up; not gated: [E, F, H]. w2: [E, H, F]. bf16, contiguous; with a
             precision what `PreparedWeights` takes. The gradient of one with a `main_grad` is added there, in float32 if
             that is float32, and none is returned. If it has the attribute `grad_added_to_main_grad`, too, that becomes
             True, and for hooks to see an uninitialised gradient is returned (zeros with `zero_out_wgrad`), which is
             Megatron-Core's convention.
         b13, b2: [E, 2F] ([E, F]) and [E, H], bf16 or float32, or None.
-        prepared: copies of the weights; None without a precision.
+        prepared: prepared copies of the weights; None without a precision.
         offs: [E + 1] int32 on the device, first row of each expert's segment, then the end of the last.
-        tiles: `tile_table(offs, R)`, where it is there already.
+        tiles: `tile_table(offs, R)`, if it exists already.
 
     Raises:
         InputError: operands that do not fit each other.
@@ -133,11 +133,11 @@ class ExpertBlock:
 
     Attributes:
         prepared, settings: as of `expert_block`.
-        keep_arrivals: gives what the latest dispatch brought, with its descriptor: kept in place of its rows. None:
-            these are.
+        keep_arrivals: returns the received rows of the latest dispatch, to be saved instead of its expert-major rows.
+            None: save the latter.
 
     Raises:
-        InputError: copies of weights without a precision, or the other way.
+        InputError: prepared weights without a precision, or a precision without prepared weights.
     """
 
     prepared: PreparedWeights | None
@@ -145,13 +145,13 @@ class ExpertBlock:
     keep_arrivals: Callable[[EPAllToAllLayoutDesc], Arrived] | None = None
 
     def __post_init__(self) -> None:
-        """Check that both go together."""
+        """Check that prepared weights and precision go together."""
         if (self.prepared is None) != (self.settings.precision is None):
             given = type(self.prepared).__name__
             raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
 
     def before(self, params: Params) -> Callable[[], None] | None:
-        """Brings copies of weights up to date that are kept, where they have changed: no row is needed for that."""
+        """A call that updates prepared copies of changed weights, which needs no rows; None if all are current."""
         prepared, names = self.prepared, ("w13", "w2")
         if prepared is None:
             return None
@@ -169,7 +169,7 @@ class ExpertBlock:
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
-        """As `run`, of rows that a dispatch has delivered, and that are written over where nothing needs them."""
+        """As `run`, for rows that a dispatch delivered; overwrites them if nothing needs them."""
         w13, tiles = params[0], _tiles(desc) if keep else desc.tiles
         wanted = keep and w13 is not None and w13.requires_grad
         arrivals = self.keep_arrivals if wanted else None
@@ -182,7 +182,7 @@ class ExpertBlock:
     def backward(
         self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
     ) -> ExpertGradients:
-        """As `differentiate`, of gradients that a dispatch has delivered."""
+        """As `differentiate`, for gradients that a dispatch delivered."""
         filled, rows = desc.num_recv_tokens_per_expert, saved["rows"]
         if isinstance(rows, Arrived):
             saved["rows"] = partial(rows.expand, desc)
@@ -200,10 +200,9 @@ class ExpertBlock:
         keep: bool,
         overwrite: bool = False,
     ) -> tuple[torch.Tensor, Saved]:
-        """The result [R, H], and what `differentiate` needs if `keep`, else nothing.
+        """The result [R, H], and, if `keep`, what `differentiate` needs.
 
-        overwrite: the rows are not needed any more. The result takes their place where they are bf16, and they are not
-        kept.
+        overwrite: the rows are not needed afterwards. The result takes the place of bf16 rows, and rows are not kept.
         """
         settings = self.settings
         if isinstance(rows, MXTensor | RowScaled) and settings.precision is None:
@@ -251,13 +250,13 @@ class ExpertBlock:
         needs: Needs,
         filled: torch.Tensor | None = None,
     ) -> ExpertGradients:
-        """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
+        """Gradients from the gradient of the result [R, H], bf16, MXTensor or RowScaled; only those that are needed.
 
-        That of w2 comes first, which needs `grad` and the activation: so both are gone when those of the rows and of
-        w13 are computed. These are left to calls, because other ranks wait for the rows'. saved: is taken apart; its
-        "rows" may be a call that makes them, in bf16.
+        Computes the gradient of w2 first: it needs `grad` and the activation, so both are freed before the gradients
+        of the rows and of w13 are computed. The latter are returned as calls, because other ranks wait for the rows'
+        gradient. Takes `saved` apart; its "rows" may be a call that returns bf16 rows.
 
-        filled: [E] int32, rows of each segment in front of padding whose gradients are zero; None: there is none.
+        filled: [E] int32, rows of each segment before its padding, whose gradients are zero; None: no padding.
         """
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
@@ -303,7 +302,7 @@ class ExpertBlock:
                 if room:
                     x.append((_ALL, saved["rows"]()))
             elif want_w13 and "rows" in saved:
-                # A quarter beside the gradient of the rows takes no more memory than there has been before.
+                # Next to the gradient of the rows, a quarter takes no more memory than the peak before.
                 for columns in _strips(saved["rows"], aligned, 4)[len(x) :]:
                     if room or columns.stop is not None:
                         x.append((columns, _values(saved["rows"], offs, columns)))
@@ -332,7 +331,7 @@ class ExpertBlock:
         )
 
     def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
-        """Rows as the products of this precision take them."""
+        """Rows in the form that products of this precision take."""
         if not self.settings.fp8:
             return _values(x, offs)
         if isinstance(x, MXTensor):
@@ -340,7 +339,7 @@ class ExpertBlock:
         return x if isinstance(x, RowScaled) else quantize_to_rows(x.contiguous(), offs)
 
     def _weight(self, weight: torch.Tensor | None, use: str, name: str) -> Any:
-        """For x w^T [E, N, K]; for dy w RowScaled [E, K, N], or bf16 [E, N, K] as it is."""
+        """Weights for x w^T: [E, N, K]; for dy w: RowScaled [E, K, N], or bf16 [E, N, K] unchanged."""
         assert weight is not None, "only biases may be left out"
         return weight if self.prepared is None else self.prepared.get(weight, use, name=name)
 
@@ -361,21 +360,21 @@ def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
 
 
 def _wide(x: Rows) -> torch.Tensor | None:
-    """Rows, if they are bf16."""
+    """The rows if they are bf16, else None."""
     return x if isinstance(x, torch.Tensor) and not isinstance(x, MXTensor) and x.dtype == torch.bfloat16 else None
 
 
 def _values(x: Rows, offs: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:
-    """Rows in bf16, or some of their columns."""
+    """Rows, or some of their columns, in bf16."""
     if isinstance(x, MXTensor):
         x = x.dequantize(torch.bfloat16)
     return dequantize_rows_in_use(x, offs, columns=columns) if isinstance(x, RowScaled) else x[:, columns].contiguous()
 
 
 def _strips(x: Rows, aligned: bool, parts: int) -> list[slice]:
-    """Columns of rows that are made bf16 at a time: of those in 8 bits one of so many parts, then the rest.
+    """Columns of rows to convert to bf16 at a time: for 8-bit rows one of `parts` equal parts, then the rest.
 
-    Not aligned: all, because the gradients of weights are not computed by parts.
+    Not aligned: all columns, because gradients of weights are then not computed in parts.
     """
     first = -(-x.shape[1] // (parts * _STRIP)) * _STRIP
     cut = aligned and isinstance(x, RowScaled) and first < x.shape[1]
@@ -383,10 +382,10 @@ def _strips(x: Rows, aligned: bool, parts: int) -> list[slice]:
 
 
 class _WeightGradient:
-    """Sums x_e^T y_e as the gradient of a weight, or added to its `main_grad`.
+    """The gradient of a weight, x_e^T y_e, new or added to the weight's `main_grad`.
 
     Attributes:
-        out: where parts of it go, in the weight's shape.
+        out: destination of its parts, in the weight's shape.
     """
 
     def __init__(self, weight: Any, offs: torch.Tensor, aligned: bool, filled: torch.Tensor | None) -> None:
@@ -406,7 +405,7 @@ class _WeightGradient:
         )
 
     def found(self) -> torch.Tensor | None:
-        """What autograd is to have, once all parts are there."""
+        """The gradient for autograd, after all parts have been computed."""
         if self._main is None:
             return self.out.to(self._weight.dtype)
         if not self._in_place:
@@ -419,7 +418,7 @@ class _WeightGradient:
 
 
 class _Function(torch.autograd.Function):
-    """`expert_block` where a gradient may be asked for."""
+    """The autograd function of `expert_block`."""
 
     @staticmethod
     def forward(

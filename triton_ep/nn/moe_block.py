@@ -1,13 +1,13 @@
-"""Dispatch, experts and combine as one step of autograd, with a backward pass that the experts write by hand.
+"""Dispatch, experts and combine as one autograd function, with a hand-written backward pass of the experts.
 
-Autograd hands a gradient to an op as a tensor of the op's input. Experts want theirs as the exchange delivers it: rows
-with one scale per row. So what lies between two exchanges is inside of one function, in both directions:
+Autograd gives an op the gradient of its result as one tensor. Experts take their gradient as the exchange delivers it:
+rows with one scale per row. So one function contains the exchanges and the experts, in both directions:
 
     forward     dispatch x -> rows;  experts;  combine y -> out
     backward    dispatch the gradient of out again -> rows;  experts;  combine -> gradient of x;  and each row's
                 gradient of its weight back to its (token, k)
 
-Every rank makes the same calls, so gradients must be asked for the same inputs on all of them.
+All ranks make the same calls, so all ranks must request gradients of the same inputs.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ Params = Sequence[torch.Tensor | None]
 
 
 def _nothing(room: bool) -> None:
-    """Where there is nothing to prepare."""
+    """Default of `prepare`: nothing."""
 
 
 def _no_work(params: Params) -> None:
-    """Where there is nothing to do before the rows are there."""
+    """Default of `before`: no work."""
 
 
 @dataclass(frozen=True)
 class ExpertGradients:
-    """What the backward pass of experts gives.
+    """Result of the backward pass of experts.
 
-    Calls are made in the order rows, prepare (twice), params. The memory of the rows that `backward` was given is free
-    before the first.
+    The block calls rows, then prepare twice, then params. It frees the memory of the rows passed to `backward` before
+    the first call.
 
     Attributes:
-        rows: computes [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold
-            anything. None where it was not asked for.
-        row_weights: [R] float32, of their weights, likewise.
-        params: computes those of the parameters, once the gradient of the rows has been sent. None for one that needs
-            none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
-        prepare: for what moves memory, while the gradient of the rows is on its way; with False before, with True after
-            the memory of what `rows` gave is free. A product that fills the GPU would keep the exchange from its
-            multiprocessors, and with it all other ranks.
+        rows: computes the gradient of the received rows, [R, H] of the layer's dtype; padding and unused rows may hold
+            anything. None if it was not requested.
+        row_weights: [R] float32, gradient of the rows' weights, likewise.
+        params: computes the gradients of the parameters, after the gradient of the rows has been sent. None for a
+            parameter that needs none, or whose gradient was accumulated elsewhere (Megatron's main_grad).
+        prepare: memory-bound work that runs while the gradient of the rows is in flight; called with False before, and
+            with True after, the memory of the result of `rows` is free. A product that fills the GPU would keep the
+            exchange, and so all other ranks, from the multiprocessors.
     """
 
     rows: Callable[[], torch.Tensor] | None
@@ -66,30 +66,30 @@ class ExpertGradients:
 class Experts(Protocol):
     """The experts of this rank, between a dispatch and its combine.
 
-    Rows are what `EPAll2AllLayer.dispatch` gives: tensors, MXTensors or `RowScaled`, by expert. Those behind
-    `desc.expert_offsets[-1]` mean nothing. Both calls run without autograd.
+    Rows are as `EPAll2AllLayer.dispatch` returns them, sorted by expert: tensors, MXTensors or `RowScaled`. Rows from
+    `desc.expert_offsets[-1]` on are undefined. Both calls run without autograd.
     """
 
     def forward(
         self, rows: Any, row_weights: torch.Tensor, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Any]:
-        """[R, H] of the layer's dtype, weighted; and what `backward` needs, if `keep`.
+        """Weighted results [R, H] of the layer's dtype, and, if `keep`, what `backward` needs.
 
-        That is any nest of tuples, lists and dicts of tensors, `RowScaled` and plain values. Parameters need not be in
-        it.
+        The latter is any nest of tuples, lists and dicts of tensors, `RowScaled` and plain values, without the
+        parameters.
         """
 
     def backward(
         self, grad: Any, saved: Any, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
     ) -> ExpertGradients:
-        """Gradients, from that of the rows that `forward` gave. Nests of `saved` may be taken apart, to free memory."""
+        """Gradients, from the gradient of the result of `forward`. May take `saved` apart, to free memory."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are wanted: of the rows, of their weights, of each parameter.
+    """Which gradients are requested: of the rows, of their weights, of each parameter.
 
-    last: no other backward pass will take what was saved, so that it may be overwritten.
+    last: no other backward pass needs what was saved, so it may be overwritten.
     """
 
     rows: bool
@@ -103,12 +103,12 @@ class MoEBlock:
     """Dispatch, experts, combine over one layer.
 
     Attributes:
-        layer: any that is not of low latency.
-        experts: what lies between.
-        landing: how rows come to the experts (`EPAll2AllLayer.dispatch`).
-        grad_landing: how the gradients of their results do.
-        turn: around each pass, with its name: may refuse it.
-        before: what the experts have to do that needs no rows, or None: done beside the dispatch of a forward pass.
+        layer: any layer that is not low-latency.
+        experts: computes on the rows between dispatch and combine.
+        landing: form of the rows for the experts (`EPAll2AllLayer.dispatch`).
+        grad_landing: form of the gradients of their results.
+        turn: context manager around each pass, given its name; may refuse the pass.
+        before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
     """
 
     layer: EPAll2AllLayer
@@ -121,7 +121,7 @@ class MoEBlock:
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
     ) -> torch.Tensor:
-        """[T, H]: of each token the sum of what its experts give. Collective, and so is the backward pass.
+        """[T, H]: for each token the sum of its experts' results. Collective, like the backward pass.
 
         Arguments:
             x: [T, H] of the layer's dtype, differentiable.
@@ -130,8 +130,8 @@ class MoEBlock:
             params: for the experts, differentiable.
 
         Raises:
-            What `EPAll2AllLayer.dispatch` and `combine` raise, and the experts. An error of experts on one rank is told
-            to the others.
+            The errors of `EPAll2AllLayer.dispatch` and `combine`, and of the experts. An error of the experts on one
+            rank is reported to the others.
         """
         given = (x, topk_weights, *params)
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
@@ -149,7 +149,7 @@ class MoEBlock:
             return self.layer.combine(y, desc), desc, saved
 
     def _dispatch(self, *args: Any) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc]:
-        """`layer.dispatch` of all arguments but the last, which is work of the experts that needs no rows, or None."""
+        """Call `layer.dispatch` with all arguments but the last: work of the experts that needs no rows, or None."""
         *given, work = args
         if work is None:
             received: tuple[Any, torch.Tensor, EPAllToAllLayoutDesc] = self.layer.dispatch(*given, landing=self.landing)
@@ -163,7 +163,7 @@ class MoEBlock:
         return rows, row_weights, desc
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What the experts return; the other ranks are about to wait for this one."""
+        """Call the experts. If they raise, report the failure to the other ranks, which will wait for this one."""
         try:
             return call(*args)
         except Exception as error:
@@ -181,11 +181,11 @@ class MoEBlock:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
         """Gradients of x [T, H], of topk_weights [T, K] and of the parameters.
 
-        slots: k of the copy in each row, [R] int32; None: as the descriptor says.
+        slots: k of the assignment of each row, [R] int32; None: as the descriptor says.
         """
         layer, ctx = self.layer, self.layer.context
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
-            # Rows are more than tokens: they are dropped as soon as nothing needs them.
+            # Rows take more memory than tokens, so drop them as soon as possible.
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
             del grad_rows
@@ -204,9 +204,9 @@ class MoEBlock:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
 
-        There the exchanges have a stream of high priority. The products for the parameters, which come next, fill the
-        GPU. They begin when the gradient of the rows has arrived: else they would keep its programs, here or on other
-        ranks, from multiprocessors. The few that bring the gradients of the weights back find room beside them.
+        On a GPU the exchanges use a stream of high priority. The products for the parameters, which come next, fill the
+        GPU. They begin when the gradient of the rows has arrived; otherwise they would keep its programs, here or on
+        other ranks, from multiprocessors. The few programs that return the gradients of the weights fit next to them.
         """
         side = self.layer.comm_stream
         rows = None if found.rows is None else self._of_experts(found.rows)
@@ -223,7 +223,7 @@ class MoEBlock:
         self._of_experts(found.prepare, False)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
-        del rows  # whose memory `prepare` may have now: what is still to be sent has been summed elsewhere
+        del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer
         with torch.cuda.stream(side):
             grad_weights = self._send_weights(found, desc, slots, needs)
         self._of_experts(found.prepare, True)
@@ -231,14 +231,14 @@ class MoEBlock:
         return grad_x, grad_weights
 
     def _join(self, *grads: torch.Tensor | None) -> None:
-        """The current stream waits for what `_send_back` gave, which is memory of the other stream."""
+        """Make the current stream wait for the results of `_send_back`, which are memory of the other stream."""
         side = self.layer.comm_stream
         if side is None:
             return
         current = current_stream()
         current.wait_stream(side)
         if not torch.cuda.is_current_stream_capturing():
-            # In a capture nothing else can get it before that stream has waited again.
+            # During a capture nothing else can reuse the memory before that stream has waited again.
             for each in grads:
                 if each is not None:
                     each.record_stream(current)
@@ -260,7 +260,7 @@ class MoEBlock:
         return slot_ops.to_slots(self.layer.context, found.row_weights, slots, desc)
 
     def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
-        """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
+        """Replaces `_backward`: no rank waits for this one, and gradients that depend on it are NaN."""
         layer, ctx = self.layer, self.layer.context
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             layer.refuse(desc, combines=needs.rows)
@@ -270,13 +270,13 @@ class MoEBlock:
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient in memory of its own: autograd's may be expanded, transposed, negated, or zeros without memory."""
+    """The gradient in contiguous memory: autograd may pass expanded, transposed or negated tensors, or zero tensors."""
     grad = grad.contiguous().resolve_neg()
     return grad if grad.data_ptr() or not grad.numel() else grad.clone()
 
 
 class _Block(torch.autograd.Function):
-    """`MoEBlock` where a gradient will be taken."""
+    """The autograd function of `MoEBlock`."""
 
     @staticmethod
     def forward(
@@ -289,12 +289,12 @@ class _Block(torch.autograd.Function):
     ) -> torch.Tensor:
         """[T, H]."""
         out, desc, saved = block._forward(x, topk_idx, topk_weights, params, keep=True)
-        # Known of the latest dispatch only.
+        # Known only for the latest dispatch.
         slots = slot_ops.needed_slots(block.layer.context, desc) if ctx.needs_input_grad[3] else None
         ctx.block = block
         tensors, ctx.rest = _split((desc, slots, saved))
-        # Parameters are not for hooks of saved tensors (checkpoints, offloading), which would hand out others in their
-        # place, without what Megatron has hung on them (main_grad). What was made of parameters is.
+        # Leaves bypass hooks of saved tensors (checkpoints, offloading): these return other tensors, without Megatron's
+        # attributes (main_grad). Tensors computed from parameters pass through the hooks.
         ctx.leaves = [param if param is not None and param.is_leaf else None for param in params]
         ctx.versions = _versions(ctx.leaves)
         made = [None if leaf is not None else param for leaf, param in zip(ctx.leaves, params, strict=True)]
@@ -312,7 +312,7 @@ class _Block(torch.autograd.Function):
         params = [saved if leaf is None else leaf for leaf, saved in zip(ctx.leaves, made, strict=True)]
         desc, slots, saved = _join(tensors, ctx.rest)
         del kept, made, tensors
-        # What the experts drop is free then, unless there will be another backward pass.
+        # Then what the experts drop is freed, unless another backward pass follows.
         ctx.maybe_clear_saved_tensors()
         _, x, _, weights, *of_params = ctx.needs_input_grad
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -333,15 +333,15 @@ def _versions(tensors: Params) -> list[int]:
 
 
 class _Rows:
-    """Stands for a `RowScaled`, whose two parts are among the tensors."""
+    """Placeholder of a `RowScaled`, whose two parts are among the tensors."""
 
 
 class _Tensor:
-    """Stands for a tensor."""
+    """Placeholder of a tensor."""
 
 
 def _split(value: Any) -> tuple[list[torch.Tensor], tuple[list[Any], Any]]:
-    """The tensors of a nest, and the rest of it."""
+    """Split a nest into its tensors and the rest."""
     leaves, spec = _pytree.tree_flatten(value)
     tensors: list[torch.Tensor] = []
     rest: list[Any] = []
@@ -358,7 +358,7 @@ def _split(value: Any) -> tuple[list[torch.Tensor], tuple[list[Any], Any]]:
 
 
 def _join(tensors: Sequence[torch.Tensor], rest: tuple[list[Any], Any]) -> Any:
-    """What `_split` was given."""
+    """Inverse of `_split`."""
     found, (marks, spec) = iter(tensors), rest
     leaves: list[Any] = []
     for mark in marks:
