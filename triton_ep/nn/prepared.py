@@ -1,4 +1,4 @@
-"""Weights of experts as the products of an MXFP8 layer take them: made once per change of the weights, and kept."""
+"""Prepared copies of the experts' weights for the products of an MXFP8 layer, cached until the weights change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Copy = RowScaled | torch.Tensor
 
 @dataclass
 class _Kept:
-    """One copy, and what it was made of."""
+    """One copy, and the identity of the weight it was computed from."""
 
     copy: Copy
     made_of: tuple[int, int, int]
@@ -32,23 +32,23 @@ class _Kept:
 class PreparedWeights:
     """Copies of weights [E, N, K] for the products x w^T ("fprop", sums over K) and dy w ("dgrad", sums over N).
 
-    A copy is made at the first use after its weight has changed, and keeps its memory from then on: a captured CUDA
-    graph that reads it sees what later refreshes write there. It counts as changed when the weight's version counter or
-    address has moved, and after a step of any torch optimizer: some change weights behind the counter's back (FSDP's
-    all-gather, what writes to `.data`). Whatever else does so calls `invalidate`.
+    The first use after a change of the weight computes its copy, in the memory of the previous copy; so a captured CUDA
+    graph that reads the copy sees later refreshes. A weight counts as changed if its version counter or address moved,
+    and after a step of any torch optimizer, because FSDP's all-gather and writes to `.data` do not move the counter.
+    Other code that changes weights without moving the counter must call `invalidate`.
 
-    In the capture of a graph nothing can be brought up to date that replays would not do again, so a copy that is not
-    there, or not of the present weights, is refused: run one step before. When weights change between replays, call
-    `refresh` before the next one; a graph that contains the optimizer's step itself needs prepared="none".
+    A capture raises an error if a copy is missing or out of date, because replays would not update it: run a step
+    first. If weights change between replays, call `refresh` before the next replay; a graph that contains the
+    optimizer's step itself needs prepared="none".
 
     Arguments:
-        prepared: "both": copies for both products are kept, 2 bytes per weight; "fprop": those for the other one are
-            made in every backward pass, and dropped; "none": both are made at every use.
+        prepared: "both": keep copies for both products, 2 bytes per weight; "fprop": compute copies for "dgrad" in
+            every backward pass and drop them; "none": compute copies at every use.
         precision: "default" or "fast": copies are `RowScaled`, [E, N, K] for "fprop", [E, K, N] for "dgrad". "exact":
             bf16 values [E, N, K] of the weights in MXFP8, quantised along the sum of the product, 2 bytes each.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: unknown `prepared` or `precision`.
     """
 
     def __init__(self, prepared: str = "both", precision: str = "default") -> None:
@@ -62,24 +62,24 @@ class PreparedWeights:
         invalidate_after_steps(self)
 
     def __deepcopy__(self, memo: Any) -> PreparedWeights:
-        """Of a copied module: the same choices, nothing kept."""
+        """For a copied module: the same settings, no copies of weights."""
         return PreparedWeights(self.prepared, self.precision)
 
     def __reduce__(self) -> Any:
-        """As `__deepcopy__`: what is kept can be made again."""
+        """As `__deepcopy__`: copies of weights can be computed again."""
         return PreparedWeights, (self.prepared, self.precision)
 
     def get(self, weight: torch.Tensor, use: str, *, name: str = "") -> Copy:
-        """The copy of a weight for a product; not to be written to.
+        """The copy of a weight for a product. Do not write to it.
 
         Arguments:
             weight: [E, N, K] bf16 or fp32, contiguous, or MXTensor of e4m3 quantised along K.
             use: "fprop" or "dgrad".
-            name: of the weight, where others have its shape.
+            name: of the weight, if several weights have its shape.
 
         Raises:
-            InputError: another use; a weight that cannot be prepared; or one whose copy would have to be made in the
-                capture of a CUDA graph.
+            InputError: unknown use; a weight that cannot be prepared; or a copy that would have to be computed during
+                the capture of a CUDA graph.
         """
         if use not in USES:
             raise InputError(f"use is {use!r}, choose from {', '.join(USES)}.")
@@ -103,22 +103,22 @@ class PreparedWeights:
         return self._kept[key].copy
 
     def refresh(self, weight: torch.Tensor, *, name: str = "") -> None:
-        """Bring the kept copies of a weight up to date, if it has changed: before a captured graph is replayed."""
+        """Update the kept copies of a weight if it has changed. Call it before a captured graph is replayed."""
         for use in USES:
             if (name or tuple(weight.shape), use) in self._kept:
                 self.get(weight, use, name=name)
 
     def is_stale(self, weight: torch.Tensor, *, name: str = "") -> bool:
-        """True if a copy of the weight is kept that its next use will have to make anew."""
+        """Whether a kept copy of the weight must be computed again at its next use."""
         made_of = (*_identity(weight), self._changes)
         return any(self._is_stale((name or tuple(weight.shape), use), made_of) for use in USES)
 
     def invalidate(self) -> None:
-        """Make copies anew at their next use: weights changed in a way that their version counters do not show."""
+        """Compute copies again at their next use. Call it when weights change without moving their version counters."""
         self._changes += 1
 
     def _is_stale(self, key: tuple[Any, str], made_of: tuple[int, int, int]) -> bool:
-        """True for a copy that is kept, but of other values."""
+        """Whether the copy is kept, but out of date."""
         kept = self._kept.get(key)
         return kept is not None and kept.made_of != made_of
 
@@ -140,7 +140,7 @@ class PreparedWeights:
 
 
 def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
-    """True if the copy has the place and the shape of one of this weight."""
+    """Whether the copy has the device and the shape of a copy of this weight."""
     transposed = isinstance(copy, RowScaled) and use == "dgrad"
     return copy.device == weight.device and copy.shape == (weight.transpose(1, 2) if transposed else weight).shape
 
@@ -179,7 +179,7 @@ def _values(weight: torch.Tensor, use: str, old: Copy | None) -> torch.Tensor:
 
 
 def invalidate_after_steps(owner: Any) -> None:
-    """Call `owner.invalidate` after each step of any torch optimizer, as long as the owner is there."""
+    """Call `owner.invalidate` after each step of any torch optimizer, for the lifetime of the owner."""
     reference = weakref.ref(owner)
 
     def after_step(*_: Any) -> None:
