@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops.grouped import DEVICE
 from triton_ep.distributed import current_heap
@@ -68,6 +70,35 @@ def _changed(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]
 def test_changes_under_a_graph_are_named_on_their_rank_and_told_the_others(run_ranks, options):
     """Every parameter, joined or not; the newer graph stands, and an optimizer of other parameters spoils none."""
     run_ranks(_changed, 1, 2, options)
+
+
+def _changed_under_selective(rank: int, nodes: int, ranks_per_node: int) -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op == torch.ops.triton_ep.moe.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(3)
+    moe = MoE(HIDDEN, FFN, num_experts=4, topk=2, max_tokens=TOKENS, timeout_s=60.0)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    x = x.to(current_heap().device).requires_grad_()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(lambda x: 2 * moe(x), x, use_reentrant=False, context_fn=contexts)
+    if rank == 1:
+        with torch.no_grad():
+            moe.experts.w2.mul_(2)
+        with pytest.raises(InputError, match="changed in place between a forward pass and its backward pass"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
+            moe.check()
+    moe(x).sum().backward()
+    finalize_exchanges()
+
+
+def test_changes_under_a_selective_checkpoint(run_ranks):
+    """The op's result is kept, while the checkpoint would hand out the weights as they are now."""
+    run_ranks(_changed_under_selective, 1, 2)
 
 
 def test_experts_alone_with_an_optimizer_of_other_parameters() -> None:

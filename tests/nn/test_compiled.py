@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.nn import dense
 from triton_ep.distributed import current_heap
-from triton_ep.errors import FinalizedError, StaleHandleError
+from triton_ep.errors import FinalizedError, InputError, StaleHandleError
 from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.runtime.launch import INTERPRETING
 
@@ -188,3 +188,21 @@ def _main_grad(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_main_grad_takes_the_gradients(run_ranks):
     """Megatron-Core's float32 sums: in the block, in the compiled op of a copied model, under checkpoints."""
     run_ranks(_main_grad, 1, 2)
+
+
+def _decode(rank: int, nodes: int, ranks_per_node: int) -> None:
+    torch._dynamo.reset()
+    moe = MoE(HIDDEN, FFN, low_latency=True, **SIZES)
+    compiled, x = torch.compile(moe, fullgraph=True, backend=BACKEND), _x(rank, TOKENS)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), moe(x))
+    with pytest.raises(InputError, match=r"no gradient\. Call it under torch\.no_grad"):
+        compiled(x)
+    with torch.no_grad():
+        compiled(x)
+    finalize_exchanges()
+
+
+def test_low_latency_has_no_gradient_when_compiled_either(run_ranks):
+    """The call is refused, not its backward pass."""
+    run_ranks(_decode, 1, 1)

@@ -20,6 +20,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn.agreement import check_agreement
 from triton_ep.nn.beside import Beside
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
+from triton_ep.nn.operations import NO_GRADIENT
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision, check_sizes
 
@@ -208,7 +209,7 @@ class MoE(nn.Module):
             tokens = x.reshape(-1, self.hidden).contiguous()
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
             if exchange.layer.config.low_latency and torch.is_grad_enabled():
-                raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
+                raise InputError(NO_GRADIENT)
         except Exception:
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
@@ -301,7 +302,11 @@ class MoE(nn.Module):
         self._connection.exchange.forget_captures()
 
     def connect(self, exchange: EPAll2AllLayer | None = None) -> None:
-        """Take a shared exchange after `finalize` or `finalize_exchanges`, or another one at any time. Collective."""
+        """Take a shared exchange after `finalize` or `finalize_exchanges`, or another one at any time. Collective.
+
+        The last module that leaves a shared exchange frees it, and passes over it that still wait for their backward
+        pass raise FinalizedError then. For micro-batches in flight take `over`, which leaves none.
+        """
         self._connection.connect(exchange)
 
     def over(self, exchange: EPAll2AllLayer) -> MoE:

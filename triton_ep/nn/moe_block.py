@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils import _pytree
@@ -259,14 +259,24 @@ class MoEBlock:
         assert found.row_weights is not None, "asked for"
         return slot_ops.to_slots(self.layer.context, found.row_weights, slots, desc)
 
-    def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
-        """Replaces `_backward`: no rank waits for this one, and gradients that depend on it are NaN."""
+    def refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> NoReturn:
+        """Replaces `_backward` after weights have changed.
+
+        No rank waits for this one, and gradients that depend on it are NaN.
+
+        Raises:
+            InputError: always.
+        """
         layer, ctx = self.layer, self.layer.context
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             layer.refuse(desc, combines=needs.rows)
             if needs.row_weights:
                 nothing = torch.full((desc.num_recv_rows,), torch.nan, device=ctx.device)
                 slot_ops.to_slots(ctx, nothing, slots, desc)
+        raise InputError(
+            "weights of the experts were changed in place between a forward pass and its backward pass, whose "
+            "gradients would be of other values. Change them when the last backward pass is through."
+        )
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:
@@ -296,7 +306,7 @@ class _Block(torch.autograd.Function):
         # Leaves bypass hooks of saved tensors (checkpoints, offloading): these return other tensors, without Megatron's
         # attributes (main_grad). Tensors computed from parameters pass through the hooks.
         ctx.leaves = [param if param is not None and param.is_leaf else None for param in params]
-        ctx.versions = _versions(ctx.leaves)
+        ctx.versions = versions_of(ctx.leaves)
         made = [None if leaf is not None else param for leaf, param in zip(ctx.leaves, params, strict=True)]
         ctx.save_for_backward(*made, *tensors)
         return out
@@ -317,17 +327,13 @@ class _Block(torch.autograd.Function):
         _, x, _, weights, *of_params = ctx.needs_input_grad
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         needs = Needs(x, weights, tuple(of_params), last)
-        if ctx.versions != _versions(ctx.leaves):
-            ctx.block._refuse_backward(desc, slots, needs)
-            raise InputError(
-                "weights of the experts were changed in place between a forward pass and its backward pass, whose "
-                "gradients would be of other values. Change them when the last backward pass is through."
-            )
+        if ctx.versions != versions_of(ctx.leaves):
+            ctx.block.refuse_backward(desc, slots, needs)
         grad_x, grad_weights, grad_params = ctx.block._backward(grad, desc, slots, saved, params, needs)
         return None, grad_x, None, grad_weights, *grad_params
 
 
-def _versions(tensors: Params) -> list[int]:
+def versions_of(tensors: Params) -> list[int]:
     """Version counters, which inference tensors lack."""
     return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
 

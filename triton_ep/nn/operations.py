@@ -17,16 +17,17 @@ import torch
 from triton_ep.autograd.operations import layer_of, make_descriptor
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import entry_fields
-from triton_ep.errors import StaleHandleError
+from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn.arrivals import Arrived, keeps_arrivals
 from triton_ep.nn.exchanges import Exchange
-from triton_ep.nn.moe_block import MoEBlock, Needs
+from triton_ep.nn.moe_block import MoEBlock, Needs, versions_of
 from triton_ep.ops.row_scales import RowScaled
 
 _EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
+NO_GRADIENT = "a MoE module with low_latency=True has no gradient. Call it under torch.no_grad()."
 _NUM_SAVED = 9
 """entries, placement, forward tables, copies, slots, rows (or staging rows), scales, first product, row weights."""
 
@@ -94,6 +95,9 @@ def _moe(
         if keep and owner.joined_needs(needs)[0]:
             joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
         if exchange.layer.config.low_latency:
+            if keep:
+                exchange.layer.refuse()
+                raise InputError(NO_GRADIENT)
             out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
             kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
         else:
@@ -207,6 +211,15 @@ def _moe_backward(
     return [nothing.clone() if each is None else each for each in (grad_x, grad_weights, *of_params)]
 
 
+def _refuse_backward(kept: Sequence[torch.Tensor], needs: list[bool], layer: int, experts: int) -> None:
+    """In place of `_moe_backward`: `MoEBlock.refuse_backward`."""
+    owner, block, exchange = _block(layer, experts)
+    desc, slots, _ = _found(exchange.layer, kept)
+    want_x, want_weights, *want_params = needs
+    with torch.no_grad():
+        block.refuse_backward(desc, slots, Needs(want_x, want_weights, owner.joined_needs(want_params)))
+
+
 @_moe_backward.register_fake
 def _(grad: Any, kept: Any, params: Any, needs: Any, layer: int, experts: int) -> list[torch.Tensor]:
     owner, topk = _EXPERTS[experts], layer_of(layer).config.topk
@@ -225,7 +238,7 @@ def returns_gradient(param: torch.Tensor) -> bool:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, _, _, params, _, ctx.needs, ctx.layer, ctx.experts = inputs
-    ctx.num_params = len(params)
+    ctx.num_params, ctx.versions = len(params), versions_of(params)
     ctx.save_for_backward(*params, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -235,6 +248,8 @@ def _backward_of_moe(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any,
     params, kept = saved[: ctx.num_params], saved[ctx.num_params :]
     assert grad is not None, "gradient of the only differentiable output"
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], *ctx.needs]
+    if ctx.versions != versions_of(params):  # a checkpoint makes saved tensors anew, of the weights as they are now
+        _refuse_backward(kept, needs, ctx.layer, ctx.experts)
     found = torch.ops.triton_ep.moe_backward(grad.contiguous(), list(kept), list(params), needs, ctx.layer, ctx.experts)
     owner = _EXPERTS[ctx.experts]
     returned = [True, True, *(returns_gradient(own) for own in owner.own_parameters(params))]
