@@ -17,7 +17,7 @@ from triton_ep.runtime.plans import low_latency as low_latency_plans
 from triton_ep.runtime.plans.shape import Shape
 from triton_ep.runtime.tuned.table import KERNELS, TunedEntry
 
-__all__ = ["EPConfig", "Environment", "as_integer", "read_environment"]
+__all__ = ["MOST_ROWS", "EPConfig", "Environment", "as_integer", "read_environment"]
 
 _TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
@@ -26,6 +26,9 @@ _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local
 # Each program scans the ids of all tokens of its rank and counts in half a word; ranks are bits of a word.
 _LOW_LATENCY_MOST = {"max_tokens": 1024, "num_experts": 2048, "world_size": 32}
 _LOW_LATENCY_MOST_ENTRIES = 2**15 - 1
+
+MOST_ROWS = 2**31 - 1
+"""Most rows that a rank can receive: kernels number them in int32."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class EPConfig:
         if self.recv_capacity is not None:
             rows = as_integer("capacity (None for exact outputs, or a number of rows)", self.recv_capacity)
             object.__setattr__(self, "recv_capacity", rows)
+        self._check_rows()
         if not isinstance(self.payload, str | None) or self.payload not in (None, "mxfp8"):
             raise ConfigError(f'EPConfig.payload is {self.payload!r}; rows travel as they are (None) or as "mxfp8".')
         if self.payload and self.hidden % 32:
@@ -164,6 +168,18 @@ class EPConfig:
         limit_s = self.timeout_s
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
+
+    def _check_rows(self) -> None:
+        """Raise ConfigError if a rank could receive more rows than kernels can number."""
+        real = self.world_size * self.max_tokens * self.topk
+        padding = self.num_experts_per_rank * (self.alignment - 1)
+        if real + padding > MOST_ROWS:
+            raise ConfigError(
+                f"a rank could receive {real} rows and {padding} rows of padding, and at most {MOST_ROWS} can be "
+                f"numbered. Lower EPConfig.max_tokens {self.max_tokens} or EPConfig.alignment {self.alignment}."
+            )
+        if self.recv_capacity is not None and self.recv_capacity > MOST_ROWS:
+            raise ConfigError(f"capacity {self.recv_capacity} exceeds {MOST_ROWS}, the most rows that are numbered.")
 
     def _take_budget(self, budget: int) -> None:
         """Limit `num_sm`, so that half of the budget is left for the kernels that wait for these programs: a program
