@@ -714,8 +714,8 @@ class EPAll2AllLayer:
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
-        checks.check_combine_buffer(self.config, num_rows, ctx.sizes.output_rows)
-        rows = combine_ops.lend_buffer(ctx)[:num_rows]
+        number = checks.check_combine_buffer(self.config, num_rows, ctx.sizes.output_rows)
+        rows = combine_ops.lend_buffer(ctx)[:number]
         ctx.poll_status()
         return rows
 

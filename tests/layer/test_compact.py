@@ -182,6 +182,8 @@ def _check_first_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
     mistakes = [  # on rank 1
         ({"exp_indices": idx.float()}, "exp_indices must be"),
         ({"num_rows": -1}, "num_rows is -1"),
+        ({"num_rows": True}, "num_rows is True"),
+        ({"num_rows": 2**31}, "num_rows is 2147483648"),
         ({"previous_event": "an event"}, "previous_event is for"),
     ]
     for wrong, message in mistakes:
@@ -195,7 +197,7 @@ def _check_first_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
                 layer.dispatch_compact(**given)
                 with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
                     layer.check()
-            got = layer.dispatch_compact(**given)
+            got = layer.dispatch_compact(**given | {"num_rows": torch.tensor(room)})
             layer.check()
             with pytest.raises(InputError if rank == 1 else PeerFailed):
                 layer.dispatch_compact(x, idx.float() if rank == 1 else idx)

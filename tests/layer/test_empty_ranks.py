@@ -166,7 +166,7 @@ def _check_broken_off(rank: int, nodes: int, ranks_per_node: int, call: str) -> 
             run()
     finally:
         setattr(module, step, original)
-    with pytest.raises(WaitTimeout, match=f"{call} broke off on rank 1 with RuntimeError: no memory left"):
+    with pytest.raises(WaitTimeout, match=rf"{call} broke off on rank 1 with RuntimeError: no memory left\. Finalize"):
         run()
     layer.finalize()
     return ""

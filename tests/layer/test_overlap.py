@@ -359,6 +359,8 @@ def _no_buffer(rank, nodes, ranks_per_node):
             layer.combine(rows, first.desc)
         with pytest.raises(InputError, match=r"asked for 10\d+ rows, the layer has \d+"):
             layer.combine_buffer(10**6)
+        with pytest.raises(InputError, match=r"asked for 2\.5 rows"):
+            layer.combine_buffer(2.5)
         _, hook = layer.combine(y, first.desc, return_recv_hook=True)
         with pytest.raises(InputError, match="Call that hook first"):
             layer.combine_buffer(num_rows)

@@ -314,7 +314,8 @@ class DispatchCombineContext:
             )
         if self.failure is not None:
             raise WaitTimeout(
-                f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
+                f"This layer failed before and its ranks are out of step: {self.failure.rstrip('.')}. Finalize it and "
+                "make another."
             )
 
     def fail(self, what: str, error: Exception, begun: bool) -> None:

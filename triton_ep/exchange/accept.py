@@ -133,7 +133,7 @@ class Requests:
         cfg, x = self._cfg, rows.data
         try:
             checks.check_overlap(*ending)
-            checks.check_num_rows(num_rows)
+            num_rows = checks.check_num_rows(num_rows)
             if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
                 checks.check_rows(cfg, self._device, x, None, rows.scale)
             else:

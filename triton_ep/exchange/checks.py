@@ -11,7 +11,7 @@ from typing import ParamSpec
 
 import torch
 
-from triton_ep.config import EPConfig
+from triton_ep.config import MOST_ROWS, EPConfig, as_integer
 from triton_ep.context.calls import dispatch_name, of_calls
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
@@ -23,6 +23,7 @@ from triton_ep.runtime.plans.layers import LANDINGS
 
 ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Elements of rows that travel with scales."""
+_FARTHEST_ID = 2**31 - 1
 _Arguments = ParamSpec("_Arguments")
 
 
@@ -74,7 +75,7 @@ def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
         if report.bad_entry:
             token, k = divmod(report.bad_entry - 1, cfg.topk)
             raise InputError(
-                f"exp_indices[{token}, {k}] of rank {rank} is {report.bad_id}: expert ids are 0 to "
+                f"exp_indices[{token}, {k}] of rank {rank} is {_reported(report.bad_id)}: expert ids are 0 to "
                 f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
             )
     lacking = [rank for rank, report in enumerate(reports) if not report.has_weights]
@@ -86,6 +87,13 @@ def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
             f"ranks {scaled} of {len(reports)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
             "Send rows of one kind on all ranks."
         )
+
+
+def _reported(bad_id: int) -> str:
+    """An illegal id in words: ranks report ids of 64 bits as the nearest number of 32 bits."""
+    if abs(bad_id) < _FARTHEST_ID:
+        return str(bad_id)
+    return f"{bad_id} or {'more' if bad_id > 0 else 'less'}"
 
 
 def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
@@ -239,10 +247,21 @@ def check_compact_layer(cfg: EPConfig) -> None:
             )
 
 
-def check_num_rows(num_rows: object) -> None:
-    """Raise InputError unless `num_rows` of `dispatch_compact` is None or a number of rows."""
-    if num_rows is not None and not (isinstance(num_rows, int) and num_rows >= 0):
-        raise InputError(f"num_rows is {num_rows}; it must be None (exact) or a number of rows.")
+def check_num_rows(num_rows: object) -> int | None:
+    """Return `num_rows` of `dispatch_compact` as an int, or None.
+
+    Raises:
+        InputError: neither None nor a number of rows.
+    """
+    if num_rows is None:
+        return None
+    try:
+        number = as_integer("num_rows", num_rows, 0)
+    except ConfigError:
+        number = -1
+    if not 0 <= number <= MOST_ROWS:
+        raise InputError(f"num_rows is {num_rows!r}; it must be None (exact) or a number of rows up to {MOST_ROWS}.")
+    return number
 
 
 def check_compact_desc(call: str, layer_id: int, desc: EPAllToAllLayoutDesc) -> None:
@@ -293,12 +312,12 @@ def check_landing(cfg: EPConfig, landing: object) -> None:
         )
 
 
-def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
-    """Raise unless `EPAll2AllLayer.combine_buffer` can lend `num_rows` of `room` rows.
+def check_combine_buffer(cfg: EPConfig, num_rows: object, room: int) -> int:
+    """Return `num_rows` of `EPAll2AllLayer.combine_buffer` as an int; the buffer has `room` rows.
 
     Raises:
         ConfigError: a layer whose combine stores sums.
-        InputError: too many rows.
+        InputError: no number of rows, or too many.
     """
     if cfg.low_latency or cfg.enable_local_combine:
         option = "low_latency" if cfg.low_latency else "enable_local_combine"
@@ -306,11 +325,16 @@ def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
             f"combine_buffer is for layers that publish every row, but with {option}=True combine sums the rows of a "
             "token before it stores them. Pass expert outputs to combine, or make the layer without."
         )
-    if not 0 <= num_rows <= room:
+    try:
+        number = as_integer("num_rows", num_rows, 0)
+    except ConfigError:
+        number = -1
+    if not 0 <= number <= room:
         raise InputError(
-            f"combine_buffer was asked for {num_rows} rows, the layer has {room}. Pass num_recv_rows of the descriptor "
-            "that will be combined, and call it after that dispatch."
+            f"combine_buffer was asked for {num_rows!r} rows, the layer has {room}. Pass num_recv_rows of the "
+            "descriptor that will be combined, and call it after that dispatch."
         )
+    return number
 
 
 @_refusing
