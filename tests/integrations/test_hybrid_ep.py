@@ -360,6 +360,31 @@ def test_buffer_grows_and_mistakes_are_told(run_ranks):
     run_ranks(_check_growth_and_mistakes, 1, 2)
 
 
+def _check_growth_by_ids(rank: int, nodes: int, ranks_per_node: int) -> None:
+    """One rank has more tokens than the others and than before; nobody passes num_of_tokens_per_rank."""
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    buffer = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
+    for tokens in ((3, 2), (9, 1), (0, 40)):
+        inputs = make_inputs(world_size, tokens=tokens, topk=TOPK, idle=())
+        ours = inputs[rank].to(device)
+        weights, ids = ours.probs.topk(TOPK)
+        routing = {"topk_idx": torch.where(ours.routing_map.gather(1, ids), ids, -1), "topk_weights": weights}
+        hidden, probs, *_ = buffer.dispatch_with_permute(hidden=ours.hidden, **routing)
+        rows, row_probs, _ = reference.dispatch(inputs, rank, EXPERTS, 1)
+        same(hidden, rows)
+        same(probs, row_probs)
+        arrived, *_ = buffer.dispatch(ours.hidden, **routing)
+        goes = [i.routing_map.view(-1, world_size, EXPERTS)[:, rank].any(1) for i in inputs]
+        same(arrived, torch.cat([i.hidden[there] for i, there in zip(inputs, goes, strict=True)]))
+    buffer.close()
+
+
+@pytest.mark.plain
+def test_one_rank_with_more_tokens_makes_a_buffer_grow_by_ids(run_ranks):
+    """Blocking calls by ids grow on all ranks together, as calls by maps do."""
+    run_ranks(_check_growth_by_ids, 1, 2)
+
+
 def _counted(ctx: DispatchCombineContext, given: RoutingMap) -> routing_ops.Routing:
     """Tables of a dispatch by map, before its exchange of counts."""
     routing, ids = routing_ops.prepare(ctx, given)

@@ -87,18 +87,28 @@ class AgreedSizes:
         if given.routing_map is not None:
             return self._by_map(given.routing_map, given.probs, num_tokens_per_rank, mode, send)
         assert given.topk_idx is not None, "checked before"
-        return self._by_ids(given.topk_idx, given, num_tokens_per_rank, send), None
+        return self._by_ids(given.topk_idx, given, num_tokens_per_rank, mode, send), None
 
     def _by_ids(
-        self, topk_idx: torch.Tensor, given: GivenRouting, num_tokens_per_rank: int | None, send: Send[Sent]
+        self,
+        topk_idx: torch.Tensor,
+        given: GivenRouting,
+        num_tokens_per_rank: int | None,
+        mode: CallMode,
+        send: Send[Sent],
     ) -> Sent:
-        self._make_room(topk_idx.shape[0], num_tokens_per_rank)
         weights = given.topk_weights
         if given.probs is not None and weights is None:
             weights = weights_of_slots(given.probs, topk_idx)
         weights = None if weights is None else weights.contiguous()
-        self._last, sent = send(topk_idx.contiguous(), weights, topk_idx.shape[1])
-        return sent
+        while True:
+            if num_tokens_per_rank is not None or mode.budget:
+                self._make_room(topk_idx.shape[0], num_tokens_per_rank)
+            try:
+                self._last, sent = send(topk_idx.contiguous(), weights, topk_idx.shape[1])
+                return sent
+            except CapacityError as error:
+                self._grow_tokens(error)
 
     def _by_map(
         self,
@@ -155,14 +165,16 @@ class AgreedSizes:
         Raises:
             InputError: a token has more experts than a layer takes.
         """
-        # `max_tokens` may differ between ranks: the layer that refused has the largest of these numbers.
-        tokens = error.needed_tokens
-        if tokens > self.layers.max_tokens:
-            self.layers.grow(tokens)
+        self._grow_tokens(error)
         limit = self.topk or min(experts, _MOST_EXPERTS)
         if error.needed_topk > limit:
             raise InputError(self._too_many(error.needed_topk, limit)) from error
         self.agreed_topk = max(self.agreed_topk, error.needed_topk)
+
+    def _grow_tokens(self, error: CapacityError) -> None:
+        # `max_tokens` may differ between ranks: the layer that refused has the largest of these numbers.
+        if error.needed_tokens > self.layers.max_tokens:
+            self.layers.grow(error.needed_tokens)
 
     def _too_many(self, worst: int, limit: int) -> str:
         return (
