@@ -278,6 +278,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert other.layer is handle.layer  # the default number, passed explicitly, needs no separate layer
     _check_sums(buffer, routing, handle, recv_x, weights)
     x, by_handle = arguments["x"], {"handle": handle, "do_expand": True}
+    stats = torch.zeros(EXPERTS + 1, dtype=torch.int32, device=x.device)
     for wrong, message in (
         ({**arguments, "num_experts": None}, "num_experts"),
         ({**arguments, "num_max_tokens_per_rank": 4}, "tokens were given.*is 4") if rank != 1 else ({}, ""),
@@ -286,6 +287,10 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"x": x, **by_handle, "do_expand": False}, "do_expand is False.*True"),
         ({"x": x, **by_handle, "expert_alignment": 4}, "expert_alignment is 4.*1"),
         ({"x": x[:, :64].contiguous(), **by_handle}, "64 values.*rows of 128"),
+        ({**arguments, "do_cpu_sync": "no"}, "do_cpu_sync must be True or False"),
+        ({**arguments, "cumulative_local_expert_recv_stats": stats}, r"recv_stats must be \[2\] int32, got \[3\]"),
+        ({**arguments, "cumulative_local_expert_recv_stats": stats[1:].float()}, "recv_stats.*int32, got.*float32"),
+        ({"x": x, **by_handle, "cumulative_local_expert_recv_stats": stats}, r"recv_stats must be \[2\]"),
     ):
         if wrong:
             with pytest.raises(InputError, match=message):

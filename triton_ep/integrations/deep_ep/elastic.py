@@ -311,13 +311,15 @@ class ElasticBuffer:
         rows = ElasticRows.of(x)
         do_expand = check.flag("do_expand", do_expand)
         column_major = check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
-        stats = check.optional_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, 1)
+        if do_cpu_sync is not None:
+            do_cpu_sync = check.flag("do_cpu_sync", do_cpu_sync)
         _wait(previous_event, previous_event_before_epilogue)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InputError("dispatch got a handle and topk_idx or do_cpu_sync=True. Leave these out.")
             given = (("num_experts", num_experts), ("num_max_tokens_per_rank", num_max_tokens_per_rank))
             self._check_handle(handle, do_expand, (*given, ("expert_alignment", expert_alignment)))
+            stats = self._stats(cumulative_local_expert_recv_stats, handle.num_experts)
             layer, tensors = handle.layer, (*rows.tensors, topk_weights, handle.layout_desc, stats)
             rows.check_layer(layer.config.hidden, layer.config.token_dtype)
             if topk_weights is not None and not do_expand:
@@ -329,8 +331,9 @@ class ElasticBuffer:
 
             (recv, ids, weights), event = self._run(layer, again, tensors, async_with_compute_stream)
             return recv, ids, weights, handle, to_overlap(event)
-        modes = do_expand, do_cpu_sync is None or bool(do_cpu_sync), check.flag("do_handle_copy", do_handle_copy)
+        modes = do_expand, do_cpu_sync is not False, check.flag("do_handle_copy", do_handle_copy)
         call = self._call(topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, modes)
+        stats = self._stats(cumulative_local_expert_recv_stats, call.num_experts)
         if rows.sent.hidden.shape[0] > call.max_tokens:
             raise InputError(
                 f"{rows.sent.hidden.shape[0]} tokens were given, but num_max_tokens_per_rank is {call.max_tokens}. "
@@ -429,6 +432,16 @@ class ElasticBuffer:
             check.integer("num_sms", num_sms, 0),
             *modes,
         )
+
+    def _stats(self, stats: Any, num_experts: int) -> torch.Tensor | None:
+        """The argument `cumulative_local_expert_recv_stats`: [e] int32, or None."""
+        if stats is None:
+            return None
+        name, local = "cumulative_local_expert_recv_stats", num_experts // self.num_ranks
+        given = check.tensor(name, stats, 1, (torch.int32,), self._pool.heap.device)
+        if given.shape[0] != local:
+            raise InputError(f"{name} must be [{local}] int32, got {list(given.shape)}.")
+        return given
 
     def _layer(self, rows: ElasticRows, call: _Call) -> EPAll2AllLayer:
         """The layer that serves a dispatch."""
