@@ -334,6 +334,11 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     buffer.dispatch_with_permute(hidden=mine.hidden, **by_ids)
     with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"num_of_experts: 3|rank 1 rejected"):
         buffer.dispatch_with_permute(hidden=mine.hidden, **{**by_ids, "num_of_experts": 4 - rank})
+    # Ids out of range, with probabilities: the layer refuses them on every rank, no lookup reads past the table.
+    for wrong in (buffer.dispatch_with_permute, buffer.dispatch):
+        unknown = torch.full((len(mine.hidden), 1), EXPERTS * world_size + 1, dtype=torch.int64, device=device)
+        with pytest.raises(InputError, match=f"{EXPERTS * world_size + 1}"):
+            wrong(hidden=mine.hidden, topk_idx=unknown, probs=mine.probs)
     other = make_buffer(nodes, ranks_per_node)
     with pytest.raises(StaleHandleError, match="another HybridEPBuffer"):
         other.combine_with_unpermute(hidden=again, handle=handle)

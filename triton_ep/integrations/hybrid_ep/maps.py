@@ -42,8 +42,10 @@ def indices_to_map(
 
 
 def weights_of_slots(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """[T, K] float32: probabilities [T, E] of the experts with these ids, zero for -1."""
-    return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp(min=0).long()), 0.0)
+    """[T, K] float32: probabilities [T, E] of the experts with these ids, zero for ids outside 0 to E - 1."""
+    last = probs.shape[1] - 1
+    known = (topk_idx >= 0) & (topk_idx <= last)
+    return torch.where(known, probs.gather(1, topk_idx.clamp(0, last).long()), 0.0)
 
 
 def weights_by_ids(
