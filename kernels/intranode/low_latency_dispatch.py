@@ -335,7 +335,9 @@ def _zero_rest(
                     dest = out.recv_scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                     store_scales(dest, inside, no_scales, h, out.row_words, WORD_BYTES)
     if parts.HAS_WEIGHTS:
-        num_rest = capacity - tl.sum(total)
+        # Real rows past the capacity take no row below it.
+        start = tl.cumsum(padded, axis=0) - padded
+        num_rest = capacity - tl.sum(tl.minimum(start + total, capacity) - tl.minimum(start, capacity))
         for first in range(tl.program_id(0) * _REST, num_rest, step * _REST):
             number = first + tl.arange(0, _REST)
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)

@@ -179,6 +179,32 @@ def test_overflow_is_flagged_and_harmless(run_ranks, nodes, ranks_per_node):
     assert max(run_ranks(_overflow, nodes, ranks_per_node)) > 0
 
 
+def _overflow_of_padding(rank, nodes, ranks_per_node):
+    case = replace(SMALL, name="padded_over", tokens=(8,), topk=4, experts=4, drop=0.0, alignment=3)
+    world, room, device = nodes * ranks_per_node, 23, current_heap().device
+    with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
+        works = workloads(case, world, 0)
+        inputs = [w.x for w in works], [w.topk_idx for w in works], [w.topk_weights for w in works]
+        want = dispatch_reference.dispatch(*inputs, rank, case.experts * world, case.alignment)
+        mine = works[rank]
+        arguments = [each.to(device) for each in (mine.x, mine.topk_idx, mine.topk_weights)]
+        torch.use_deterministic_algorithms(True)  # fills memory that nothing has written with NaN
+        try:
+            recv_x, weights, desc = layer.dispatch(*arguments)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        used = min(want.recv_x.shape[0], room)
+        assert torch.equal(recv_x[:used].cpu(), want.recv_x[:used])
+        assert torch.equal(weights[:used].cpu(), want.recv_weights[:used]) and not weights[used:].any()
+    return int(desc.overflow)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_padding_rows_of_an_overflow_have_no_weights(run_ranks, nodes, ranks_per_node):
+    """Real rows that do not fit take no padding row's place among those whose weights are zeroed."""
+    assert min(run_ranks(_overflow_of_padding, nodes, ranks_per_node)) > 0
+
+
 def _late(rank, nodes, ranks_per_node, where):
     limit_s = limit_of_calls(SMALL, rank, nodes, ranks_per_node)
     layer = make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=limit_s)
