@@ -117,24 +117,6 @@ def _compare(batches: list[_Batch], rank: int, nodes: int, ranks_per_node: int) 
             assert torch.equal(batch.probs.grad, grad_probs)
 
 
-def _check_sum_of_probabilities(rank: int, nodes: int, ranks_per_node: int) -> None:
-    batch = _Batch(rank, nodes * ranks_per_node, 0)
-    num_experts = EXPERTS * dist.get_world_size()
-    _, idx, probs, _, _ = door.fused_dispatch(batch.x, batch.idx, batch.probs, num_experts, dist.group.WORLD)
-    idx.clamp_(min=0)  # the caller's own ids: the backward pass does not read them
-    probs.sum().backward()
-    assert torch.equal(batch.probs.grad, (batch.idx >= 0).float())
-    assert not batch.x.grad.any()
-    deep_ep.release()
-
-
-@pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
-def test_gradient_of_a_sum_of_probabilities(run_ranks, nodes, ranks_per_node):
-    """Each kept slot counts once, however many ranks get a row of its token; ids may be overwritten."""
-    run_ranks(_check_sum_of_probabilities, nodes, ranks_per_node)
-
-
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 2, False)])
 def test_fused_functions_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node, asynchronous):

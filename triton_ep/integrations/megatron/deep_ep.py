@@ -96,8 +96,6 @@ class FusedDispatch(torch.autograd.Function):
         found = _dispatched(x, token_indices, token_probs, num_experts, group)
         _, ids, _, tokens_per_expert, ctx.handle = found
         ctx.group = group
-        # Not `ids` itself: callers may overwrite the ids that they get.
-        ctx.elsewhere = ids < 0 if ctx.needs_input_grad[2] else None
         ctx.set_materialize_grads(False)  # else torch would fill zeros for ids and counts in every backward pass
         ctx.mark_non_differentiable(ids, tokens_per_expert)
         return found
@@ -113,7 +111,6 @@ class FusedDispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot.
 
-        Probabilities of another rank's experts arrive as constant zeros, so their gradients on this rank do not count.
         Sends zeros for an output without a gradient, because other ranks may have a gradient."""
         desc, layer = ctx.handle.layout_desc, ctx.handle.layer
         if grad_output is None:
@@ -122,9 +119,8 @@ class FusedDispatch(torch.autograd.Function):
         weights = None
         if ctx.needs_input_grad[2]:
             if grad_token_probs is None:
-                weights = grad_output.new_zeros(desc.num_recv_rows, layer.config.topk, dtype=torch.float32)
-            else:
-                weights = grad_token_probs.float().masked_fill(ctx.elsewhere, 0.0).contiguous()
+                grad_token_probs = grad_output.new_zeros(desc.num_recv_rows, layer.config.topk, dtype=torch.float32)
+            weights = grad_token_probs.float().contiguous()
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
         with layer.context.backward_pass():
             grad_x, grad_probs, _ = buffer.combine(grad_output.contiguous(), ctx.handle, topk_weights=weights)
