@@ -212,6 +212,41 @@ def test_the_first_call_with_num_rows_is_refused_on_one_rank(run_ranks, nodes, r
     run_ranks(_check_first_refusals, nodes, ranks_per_node)
 
 
+def _check_left_out(rank: int, nodes: int, ranks_per_node: int, num_rows: int) -> None:
+    case, world_size = CASES["plain"], nodes * ranks_per_node
+    device, num_experts = current_heap().device, case["experts"] * world_size
+    works = _works(world_size, case, 0)
+    everything = zip(*((w.x, w.topk_idx, w.topk_weights) for w in works), strict=True)
+    xs, idxs, weights = map(list, everything)
+    results = [reference.dispatch(xs, idxs, weights, r, num_experts) for r in range(world_size)]
+    assert all(result.recv_x.shape[0] > num_rows for result in results)
+    counts = torch.zeros(xs[rank].shape[0], 1)  # each row that fits adds one to its token
+    values = torch.zeros_like(weights[rank])
+    for result in results:
+        fits = result.src[:num_rows]
+        token = fits[fits[:, 0] == rank, 1]
+        counts[token] += 1
+        values[token] += result.recv_topk_weights[:num_rows][fits[:, 0] == rank]
+    with _layer(rank, nodes, ranks_per_node, case) as layer:
+        for _ in range(2):  # with memory that the layer has kept
+            got = layer.dispatch_compact(
+                xs[rank].to(device), idxs[rank].to(device), weights[rank].to(device), num_rows=num_rows
+            )
+            _equal(got.x, results[rank].recv_x[:num_rows])
+            _equal(got.topk_idx, results[rank].recv_topk_idx[:num_rows])
+            _equal(layer.combine(torch.ones_like(got.x), got.layout_desc), counts.expand(-1, case["hidden"]))
+            back, _ = layer.combine_topk(got.topk_weights, got.layout_desc)
+            _equal(back, values)
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_rows_left_out_add_nothing(run_ranks, nodes, ranks_per_node, num_rows):
+    """With fewer rows than arrive, sums and weights lack the rows that were left out, and nothing else is read."""
+    run_ranks(_check_left_out, nodes, ranks_per_node, num_rows)
+
+
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and the ranks of each token, against a loop over entries."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)

@@ -186,9 +186,9 @@ class DispatchCombineContext:
         """[rows] float32: weights of the expert outputs; a new buffer after each growth."""
         return self.local("weight_recv_buf")
 
-    def identity_rows(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, 1] int32, each row's own number."""
-        return self._identity_rows(num_rows, self.sizes.arrival_rows)
+    def identity_rows(self, num_rows: int, num_staged: int = 0) -> torch.Tensor:
+        """[max(num_rows, num_staged), 1] int32: each row's own number, -1 from `num_rows` on."""
+        return self._identity_rows(num_rows, num_staged, self.sizes.arrival_rows)
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room for `dispatch_recv_tokens` output rows on every rank; collective.

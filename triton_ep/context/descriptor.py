@@ -50,8 +50,8 @@ class EPAllToAllLayoutDesc:
             with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank, with its rows in
             `recv_x` first, -2 = a row beyond the capacity.
         full_scatter: `full_scatter_indices` gave the order of rows.
-        compact: one row per (token, rank), from `dispatch_compact`: R = C, and the field above is [C, 1], the row
-            itself.
+        compact: one row per (token, rank), from `dispatch_compact`. The field above is then [C, 1], the row itself, -1
+            from R on.
         host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None if the host has not: with a
             capacity, after `dispatch_again`, or with compact rows. Not part of the pytree.
     """

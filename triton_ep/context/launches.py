@@ -31,6 +31,7 @@ class Launches:
         self._extern_libs: dict[str, str] | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self._identity_rows = torch.empty(0, 1, dtype=torch.int32, device=device)
+        self._limited_rows = 0, self._identity_rows  # number of rows that are not -1, and their table
 
     def launcher(
         self, key: tuple[object, ...], plan: Callable[..., Plan], *args: Any, fmt: RowFormat | None = None
@@ -60,15 +61,36 @@ class Launches:
         found = self._scratch.get(name)
         if found is None:
             found = torch.empty(length, dtype=dtype, device=self._device)
-            # Memory allocated during a capture belongs to that graph.
-            if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            if not self._is_capturing:
                 self._scratch[name] = found
         return found
 
-    def identity_rows(self, num_rows: int, most: int) -> torch.Tensor:
-        """[num_rows, 1] int32, each row's own number: a view of one table, which grows to `most` rows in one step."""
+    def identity_rows(self, num_rows: int, num_staged: int, most: int) -> torch.Tensor:
+        """[max(num_rows, num_staged), 1] int32: each row's own number, -1 from `num_rows` on.
+
+        A view of one table, which grows to `most` rows in one step; with -1 a table of its own, of which the latest is
+        kept.
+        """
+        if num_rows < num_staged:
+            return self._first_rows(num_rows, num_staged)
         table = self._identity_rows
         if table.shape[0] < num_rows:
-            size = max(num_rows, most)
-            table = self._identity_rows = torch.arange(size, dtype=torch.int32, device=self._device).unsqueeze(1)
+            table = torch.arange(max(num_rows, most), dtype=torch.int32, device=self._device).unsqueeze(1)
+            if not self._is_capturing:
+                self._identity_rows = table
         return table[:num_rows]
+
+    def _first_rows(self, num_rows: int, num_staged: int) -> torch.Tensor:
+        """[num_staged, 1] int32: the numbers of the first `num_rows` rows, then -1."""
+        kept_rows, table = self._limited_rows
+        if kept_rows != num_rows or table.shape[0] != num_staged:
+            table = torch.arange(num_staged, dtype=torch.int32, device=self._device).unsqueeze(1)
+            table[num_rows:] = -1
+            if not self._is_capturing:
+                self._limited_rows = num_rows, table
+        return table
+
+    @property
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured; memory allocated then belongs to that graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -165,7 +165,7 @@ class Deduplicated(Landing[compact_ops.Compact]):
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> compact_ops.Compact:
         """Allocate rows; ids and weights if ids are wanted."""
-        return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, self.idx_dtype, has_weights)
+        return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, arrivals.num_staged, self.idx_dtype, has_weights)
 
     def receive(
         self,

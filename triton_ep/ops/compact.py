@@ -23,7 +23,8 @@ class Compact(NamedTuple):
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
         scale: [R, H / 32] uint8, or None.
-        copy_rows: [R, 1] int32, the number of each row: the only row that combine sums for it before publishing.
+        copy_rows: [C, 1] int32, for each staging row the row that combine publishes for it: the row of its number; -1
+            for staging rows that were left out.
     """
 
     x: torch.Tensor
@@ -37,10 +38,13 @@ def make_compact(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
     num_rows: int,
+    num_arrivals: int,
     idx_dtype: torch.dtype | None,
     has_weights: bool,
 ) -> Compact:
-    """Allocate `num_rows` rows; if fewer arrive, the ids and weights of the rest become -1 and 0.
+    """Allocate `num_rows` rows for at most `num_arrivals` staging rows.
+
+    If fewer arrive, the ids and weights of the rest become -1 and 0; if more, the last are left out.
 
     idx_dtype: dtype of the expert ids; None = neither ids nor weights are wanted.
     """
@@ -54,7 +58,7 @@ def make_compact(
     shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
-    return Compact(x, idx, weights, scale, ctx.identity_rows(num_rows))
+    return Compact(x, idx, weights, scale, ctx.identity_rows(num_rows, num_arrivals))
 
 
 def receive(
