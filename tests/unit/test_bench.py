@@ -319,6 +319,7 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         "--experts 4,5",
         "--ranks 0",
         "--warmup -1",
+        "--ffn 0",
     ],
 )
 def test_settings_that_cannot_work_are_refused(words: str) -> None:

@@ -114,6 +114,13 @@ def test_a_wrong_capacity_is_refused(capacity: str, capsys: pytest.CaptureFixtur
     assert "capacity" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--local-world-size", "--ranks", "--alignment"])
+def test_zero_is_no_default(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size of 0 is refused, not replaced by the default."""
+    assert main(["memory", option, "0"]) == 1
+    assert option.strip("-") in capsys.readouterr().err
+
+
 def test_table_of_the_page_is_computed() -> None:
     """docs/how-to/size-memory.md: three models, three sizes, GiB of one exchange, exact and static."""
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)

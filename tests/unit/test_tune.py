@@ -375,6 +375,8 @@ def test_candidates_may_stand_in_a_table(kernel: str, pairs: dict[str, tuple[tup
         (["--num-sm", "a"], "--num-sm a is no integer"),
         (["--payload", "fp8"], "--payload fp8"),
         (["--nodes", "3"], "cannot be shared evenly by 3 nodes"),
+        (["--iters", "0"], "--iters is 0"),
+        (["--num-sm", ""], "--num-sm  is no integer"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(words: list[str], match: str) -> None:

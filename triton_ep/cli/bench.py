@@ -250,7 +250,7 @@ def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...
         text = getattr(a, name)
         lists[name] = (default[name],) if text is None else bench.parse_numbers(text, f"--{name}")
     return tuple(
-        bench.Shape(t, h, k, e, a.ffn or default["ffn"])
+        bench.Shape(t, h, k, e, default["ffn"] if a.ffn is None else a.ffn)
         for h in lists["hidden"]
         for k in lists["topk"]
         for e in lists["experts"]

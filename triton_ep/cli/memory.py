@@ -95,7 +95,9 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
 
     model = MODELS[arguments.model]
     ranks = as_integer("--ranks", arguments.ranks)
-    tokens = arguments.tokens or (_LOW_LATENCY_TOKENS if arguments.low_latency else 4096)
+    default = _LOW_LATENCY_TOKENS if arguments.low_latency else 4096
+    tokens = default if arguments.tokens is None else as_integer("--tokens", arguments.tokens)
+    per_node = min(ranks, 8) if arguments.local_world_size is None else arguments.local_world_size
     experts = model["experts"] // ranks
     most = ranks * tokens * min(model["topk"], max(experts, 1)) + experts * (arguments.alignment - 1)
     return EPConfig(
@@ -105,7 +107,7 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
         num_experts=model["experts"],
         rank=0,
         world_size=ranks,
-        local_world_size=arguments.local_world_size or min(ranks, 8),
+        local_world_size=as_integer("--local-world-size", per_node),
         alignment=arguments.alignment,
         recv_capacity=_capacity(arguments.capacity, tokens * model["topk"], most, arguments.low_latency),
         payload=None if arguments.payload == "bf16" else arguments.payload,

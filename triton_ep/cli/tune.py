@@ -86,8 +86,8 @@ def request_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool)
     told = {
         **vars(a),
         "bench": "roundtrip",
-        "num_sm": a.num_sm or ",".join(map(str, candidates)),
-        "iters": a.iters or (2 if interpreting else 10 if a.quick else 20),
+        "num_sm": ",".join(map(str, candidates)) if a.num_sm is None else a.num_sm,
+        "iters": (2 if interpreting else 10 if a.quick else 20) if a.iters is None else a.iters,
         "warmup": 1 if interpreting else 3,
         "enable_local_combine": not a.no_local_combine,
         "routing": "uniform",
