@@ -21,7 +21,7 @@ WORDS = tl.constexpr(codes.WORDS)
 QUANTISE = tl.constexpr(codes.QUANTISE)
 MX = tl.constexpr(codes.MX)
 _BLOCK = tl.constexpr(32)
-_FILLED = tl.constexpr(1024)
+_FILLED_BITS = tl.constexpr(8 * 1024)
 
 
 class Tile(NamedTuple):
@@ -121,10 +121,14 @@ class Output(NamedTuple):
 
 @triton.jit
 def fill_rest(ptr, first, end, value):
-    """Store `value` to the elements from `first` to `end`; each program of the grid stores a share."""
-    offs = tl.arange(0, _FILLED)
-    for start in range(first + tl.program_id(0) * _FILLED, end, tl.num_programs(0) * _FILLED):
-        values = tl.full([_FILLED], value, ptr.dtype.element_ty)
+    """Store `value` to the elements from `first` to `end`; each program of the grid stores a share.
+
+    Steps are short: neither end need be a multiple of 16 bytes, so a thread stores one element at a time.
+    """
+    STEP: tl.constexpr = _FILLED_BITS // ptr.dtype.element_ty.primitive_bitwidth
+    offs = tl.arange(0, STEP)
+    for start in range(first + tl.program_id(0) * STEP, end, tl.num_programs(0) * STEP):
+        values = tl.full([STEP], value, ptr.dtype.element_ty)
         tl.store(ptr + start + offs, values, mask=start + offs < end)
 
 
