@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..device.groups import GemmTile
 from ..spec import ep_kernel
-from .products import Factors, Segments, add_step, segment_tile, segment_tiles, table_tile, table_tiles
+from .products import Factors, Segments, add_step, halves, segment_tile, segment_tiles, table_tile, table_tiles
 
 
 @triton.jit
@@ -194,8 +194,7 @@ def rows_product_kernel(
             in_m = rows < end
             result = _finish(parts[part], factors, rows, in_m, cols, in_n, expert, n)
             if by_rows.BOX_STORES:
-                halves = result.to(tl.bfloat16).reshape(result.shape[0], 2, tile.BLOCK_N // 2)
-                left, right = halves.permute(0, 2, 1).split()
+                left, right = halves(result.to(tl.bfloat16), result.shape[0], tile.BLOCK_N)
                 out.store([row + part * HALF_M, col], left)
                 out.store([row + part * HALF_M, col + tile.BLOCK_N // 2], right)
             else:

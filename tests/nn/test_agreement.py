@@ -25,7 +25,7 @@ def _apart(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"num_experts": 4 + rank}, "num_experts: 4 by rank 0; 5 by rank 1"),
         ({"payload": [None, "fp8"][rank]}, "payload: None by rank 0; 'fp8' by rank 1"),
     ):
-        with pytest.raises(ConfigError, match=f"gave MoE different values of {words}"):
+        with pytest.raises(ConfigError, match=f"were given different values of MoE's {words}"):
             MoE(64, 96, **{**SIZES, **options})
     with pytest.raises(ConfigError, match="ffn: 96 by rank 0; 128 by rank 1"):
         MoE(64, [96, 128][rank], **SIZES)

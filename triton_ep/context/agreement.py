@@ -50,10 +50,10 @@ def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap, choice: C
         if answer.mistake is not None:
             raise ConfigError(f"rank {other} of the group cannot make this layer: {answer.mistake}")
     for name in mine:
-        _compare(name, [answer.values[name] for answer in answers])
+        compare(f"EPConfig.{name}", [answer.values[name] for answer in answers])
     if choice is not None:
         check_choices(choice, [answer.choice for answer in answers if answer.choice is not None])
-    _compare("tuned", [answer.tuned for answer in answers])
+    compare("EPConfig.tuned", [answer.tuned for answer in answers])
     return answers[0].name
 
 
@@ -67,15 +67,15 @@ class _Answer(NamedTuple):
     name: str
 
 
-def _compare(name: str, values: Sequence[Any]) -> None:
-    """Raise ConfigError unless a field of EPConfig has one value on all ranks."""
+def compare(name: str, values: Sequence[Any], remedy: str = "Give all the same.") -> None:
+    """Raise ConfigError unless an argument has one value on all ranks."""
     holders: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
         raise ConfigError(
-            f"the ranks of the group were given different values of EPConfig.{name}: "
-            f"{'; '.join(f'{value} by {named(who)}' for value, who in holders.items())}. Give all the same."
+            f"the ranks of the group were given different values of {name}: "
+            f"{'; '.join(f'{value} by {named(who)}' for value, who in holders.items())}. {remedy}"
         )
 
 

@@ -186,7 +186,7 @@ class DispatchCombineContext:
         """[rows] float32: weights of the expert outputs; a new buffer after each growth."""
         return self.local("weight_recv_buf")
 
-    def identity_rows(self, num_rows: int, num_staged: int = 0) -> torch.Tensor:
+    def identity_rows(self, num_rows: int, num_staged: int) -> torch.Tensor:
         """[max(num_rows, num_staged), 1] int32: each row's own number, -1 from `num_rows` on."""
         return self._identity_rows(num_rows, num_staged, self.sizes.arrival_rows)
 

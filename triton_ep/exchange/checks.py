@@ -255,13 +255,19 @@ def check_num_rows(num_rows: object) -> int | None:
     """
     if num_rows is None:
         return None
+    number = _up_to(MOST_ROWS, num_rows)
+    if number is None:
+        raise InputError(f"num_rows is {num_rows!r}; it must be None (exact) or a number of rows up to {MOST_ROWS}.")
+    return number
+
+
+def _up_to(most: int, num_rows: object) -> int | None:
+    """`num_rows` as an int; None if it is no integer from 0 to `most`."""
     try:
         number = as_integer("num_rows", num_rows, 0)
     except ConfigError:
-        number = -1
-    if not 0 <= number <= MOST_ROWS:
-        raise InputError(f"num_rows is {num_rows!r}; it must be None (exact) or a number of rows up to {MOST_ROWS}.")
-    return number
+        return None
+    return number if number <= most else None
 
 
 def check_compact_desc(call: str, layer_id: int, desc: EPAllToAllLayoutDesc) -> None:
@@ -325,11 +331,8 @@ def check_combine_buffer(cfg: EPConfig, num_rows: object, room: int) -> int:
             f"combine_buffer is for layers that publish every row, but with {option}=True combine sums the rows of a "
             "token before it stores them. Pass expert outputs to combine, or make the layer without."
         )
-    try:
-        number = as_integer("num_rows", num_rows, 0)
-    except ConfigError:
-        number = -1
-    if not 0 <= number <= room:
+    number = _up_to(room, num_rows)
+    if number is None:
         raise InputError(
             f"combine_buffer was asked for {num_rows!r} rows, the layer has {room}. Pass num_recv_rows of the "
             "descriptor that will be combined, and call it after that dispatch."

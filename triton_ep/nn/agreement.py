@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.agreement import compare
 from triton_ep.distributed import gather
-from triton_ep.errors import ConfigError
+
+_REMEDY = "Give all the same, and create the same modules in the same order."
 
 
 def check_agreement(group: Any, options: Mapping[str, Any]) -> None:
@@ -22,12 +24,4 @@ def check_agreement(group: Any, options: Mapping[str, Any]) -> None:
             {name: repr(value) for name, value in options.items()}, group, "the constructor of a MoE module"
         )
     for name in options:
-        holders: dict[str, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            holders.setdefault(answer[name], []).append(rank)
-        if len(holders) > 1:
-            given = "; ".join(f"{value} by rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
-            raise ConfigError(
-                f"the ranks of the group gave MoE different values of {name}: {given}. Give all the same, and create "
-                "the same modules in the same order."
-            )
+        compare(f"MoE's {name}", [answer[name] for answer in answers], _REMEDY)

@@ -24,14 +24,14 @@ class Compact(NamedTuple):
         topk_weights: [R, K] float32, or None.
         scale: [R, H / 32] uint8, or None.
         copy_rows: [C, 1] int32, for each staging row the row that combine publishes for it: the row of its number; -1
-            for staging rows that were left out.
+            for staging rows that were left out. None if no ids are wanted: combine gets the earlier descriptor.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     scale: torch.Tensor | None
-    copy_rows: torch.Tensor
+    copy_rows: torch.Tensor | None
 
 
 def make_compact(
@@ -54,7 +54,7 @@ def make_compact(
         x = torch.empty(num_rows, fmt.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
         scale = torch.empty(num_rows, fmt.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if idx_dtype is None:
-        return Compact(x, None, None, scale, ctx.identity_rows(num_rows))
+        return Compact(x, None, None, scale, None)
     shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None

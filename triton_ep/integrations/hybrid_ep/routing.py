@@ -101,14 +101,10 @@ class AgreedSizes:
         if given.probs is not None and weights is None:
             weights = weights_of_slots(given.probs, topk_idx)
         weights = None if weights is None else weights.contiguous()
-        while True:
-            if num_tokens_per_rank is not None or mode.budget:
-                self._make_room(topk_idx.shape[0], num_tokens_per_rank)
-            try:
-                self._last, sent = send(topk_idx.contiguous(), weights, topk_idx.shape[1])
-                return sent
-            except CapacityError as error:
-                self._grow_tokens(error)
+        ids = topk_idx.contiguous()
+        return self._until_it_fits(
+            len(ids), num_tokens_per_rank, mode, lambda: send(ids, weights, ids.shape[1]), self._grow_tokens
+        )
 
     def _by_map(
         self,
@@ -118,23 +114,40 @@ class AgreedSizes:
         mode: CallMode,
         send: Send[Sent],
     ) -> tuple[Sent, torch.Tensor | None]:
-        budget, non_blocking = mode
+        (tokens, experts), (budget, non_blocking) = routing_map.shape, mode
         dropped = torch.zeros(1, dtype=torch.int32, device=routing_map.device) if non_blocking else None
         if self._needs_agreement(mode):
             self._agree(routing_map, num_tokens_per_rank)
             num_tokens_per_rank = self.layers.max_tokens
         elif budget and self.topk and not non_blocking:
             self._check_slots(routing_map, self.topk)
+        sent_map = RoutingMap(routing_map.contiguous(), None if probs is None else probs.contiguous(), dropped)
+
+        def attempt() -> tuple[EPAll2AllLayer, Sent]:
+            return send(sent_map, None, self._slots_of_map(experts, non_blocking))
+
+        def grow(error: CapacityError) -> None:
+            self._grow_for(error, experts)
+
+        return self._until_it_fits(tokens, num_tokens_per_rank, mode, attempt, grow), dropped
+
+    def _until_it_fits(
+        self,
+        tokens: int,
+        num_tokens_per_rank: int | None,
+        mode: CallMode,
+        attempt: Callable[[], tuple[EPAll2AllLayer, Sent]],
+        grow: Callable[[CapacityError], None],
+    ) -> Sent:
+        """Repeat the dispatch on larger layers until it fits; `grow` raises if it cannot."""
         while True:
-            topk = self._slots_of_map(routing_map.shape[1], non_blocking)
-            if num_tokens_per_rank is not None or budget:
-                self._make_room(routing_map.shape[0], num_tokens_per_rank)
-            sent_map = RoutingMap(routing_map.contiguous(), None if probs is None else probs.contiguous(), dropped)
+            if num_tokens_per_rank is not None or mode.budget:
+                self._make_room(tokens, num_tokens_per_rank)
             try:
-                self._last, sent = send(sent_map, None, topk)
-                return sent, dropped
+                self._last, sent = attempt()
+                return sent
             except CapacityError as error:
-                self._grow_for(error, routing_map.shape[1])
+                grow(error)
 
     def _needs_agreement(self, mode: CallMode) -> bool:
         """Whether a dispatch by map starts with a collective of the group; the same on all ranks."""
