@@ -461,6 +461,36 @@ class EPAll2AllLayer:
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 
+    def dispatch_to_slabs(
+        self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor | None, slabs: Rows, split: bool
+    ) -> tuple[torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook | EPEvent | None]:
+        """`dispatch` or `dispatch_scaled` of a low-latency layer for integrations, into memory of the caller.
+
+        Args:
+            rows: [T, H]; with scales, H a multiple of 128.
+            slabs: [e, n, H] and, with scales, [e, c, n] of 32 bits, contiguous, n >= world_size * max_tokens. The rows
+                of local expert i begin at slabs[i, 0]; the first c words of the scales of row j go to [i, :, j]. The
+                rest is left alone. A token that names an expert twice may overflow its slab.
+            split: return a hook, which launches the receiving half.
+
+        Returns:
+            weights of rows [e * n], undefined for rows that did not arrive, or None; the descriptor, for expert outputs
+            [e * n, H]; the hook or None.
+        """
+        self._begin("dispatch", rows.data, weights)
+
+        def send() -> Launched[tuple[torch.Tensor | None, EPAllToAllLayoutDesc]]:
+            if rows.scale is None:
+                request = self._requests.dispatch(PLAIN, None, rows.data, ids, weights, None)
+            else:
+                request = self._requests.dispatch_scaled(rows, ids, weights, None)
+            request.slabs = slabs
+            sent = self._send(request, EXPERT_MAJOR[None], split)
+            return (sent.received.weights, sent.desc), sent.receive
+
+        received, end = self._finish("dispatch", send, (rows, ids, weights, slabs), Ending(split))
+        return *received, end
+
     def dispatch_compact(
         self,
         input: torch.Tensor,

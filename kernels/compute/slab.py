@@ -2,8 +2,7 @@
 
 Protocol      1 pack: copy row i of expert e from row offsets[e] + i to row e * slab_rows + i; unpack: copy back
 Layout        offsets [e + 1] int32, first expert-major row of each expert; counts [e] int32, rows of each expert. Rows
-              of a slab past counts[e], and expert-major rows past the last expert, are not touched. Scales [R, words]
-              of 32 bits go to slabs [e, columns, slab_rows], rows as the fast dimension.
+              of a slab past counts[e], and expert-major rows past the last expert, are not touched.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -43,32 +42,3 @@ def slab_rows_kernel(
                 mask = (row < count)[:, None] & (h + offs < row_words)[None, :]
                 words = tl.load(source_ptr + source[:, None] + h + offs[None, :], mask=mask, other=0)
                 tl.store(dest_ptr + dest[:, None] + h + offs[None, :], words, mask=mask)
-
-
-@ep_kernel(source_ptr="*i32", dest_ptr="*i32", offsets_ptr="*i32", counts_ptr="*i32")
-def slab_scales_kernel(
-    source_ptr,  # [R, source_words] int32, scales of expert-major rows
-    dest_ptr,  # out [e, columns, slab_rows] int32
-    offsets_ptr,  # [e + 1] int32
-    counts_ptr,  # [e] int32
-    num_experts,
-    slab_rows,
-    source_words,
-    columns,  # number of words copied from the start of a row, at most source_words
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    shares = tl.maximum(tl.num_programs(0) // num_experts, 1)
-    for item in range(tl.program_id(0), num_experts * shares, tl.num_programs(0)):
-        expert, share = item % num_experts, item // num_experts
-        first = tl.load(offsets_ptr + expert)
-        count = tl.minimum(tl.load(counts_ptr + expert), slab_rows)
-        slab_ptr = dest_ptr + tl.cast(expert, tl.int64) * columns * slab_rows
-        for begin in range(share * ROWS, count, shares * ROWS):
-            row = begin + tl.arange(0, ROWS)
-            source = (first + row).to(tl.int64) * source_words
-            for c in range(0, columns, BLOCK_C):
-                column = c + tl.arange(0, BLOCK_C)
-                mask = (row < count)[:, None] & (column < columns)[None, :]
-                words = tl.load(source_ptr + source[:, None] + column[None, :], mask=mask, other=0)
-                tl.store(slab_ptr + column[None, :] * slab_rows + row[:, None], words, mask=mask)

@@ -9,7 +9,8 @@ Protocol      1 push, one program per token: store the token's keys, -1 where th
               3 expand: wait until the flags of all ranks have their counts, and compare the host words: if ranks
               are in different calls, copy nothing (device/calls.py). Derive from the totals of all sources where each
               source's rows of each expert begin; that plus the slot is the output row. Copy rows, store their output
-              rows (for combine), zero the padding
+              rows (for combine), zero the padding. With slabs, expert i's rows begin at i * slab_rows, nothing is
+              zeroed, and scales go to [e, scale_words, slab_rows], rows as the fast dimension
 Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], staging row = source rank * M + token;
               ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
               (epoch << 16 | total), so a word of an older epoch counts as 0 and nothing needs clearing;
@@ -82,6 +83,7 @@ _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
 _ONE_ABOVE = tl.constexpr(1 << 16)
 _REST = tl.constexpr(64)
+_BYTES_PER_SCALE_WORD = tl.constexpr(128)  # a byte of scales per 32 bytes of data
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
 _COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
 
@@ -139,10 +141,16 @@ class Segments(NamedTuple):
     Attributes:
         capacity: most output rows.
         alignment: segments are padded to multiples of this number of rows.
+        slab_rows: rows of the slab of an expert; read with SLABS.
+        scale_words: words of 32 bits of scales that a row has in its slab; read with SLABS.
+        SLABS: each expert has a slab of rows, and its rows begin there.
     """
 
     capacity: Any
     alignment: Any
+    slab_rows: Any
+    scale_words: Any
+    SLABS: tl.constexpr
 
 
 class Parts(NamedTuple):
@@ -304,6 +312,28 @@ def _store_copies(
 
 
 @triton.jit
+def _store_slab_scales(out, scale_ptrs, here, h, copies, segments, BLOCK_H: tl.constexpr, TOPK: tl.constexpr):
+    """Store the scales of a tile of staging rows, whose words `h` to `h + BLOCK_H` they belong to, to the slabs.
+
+    scale_ptrs: [ROWS] pointers to uint8 scales, at multiples of four bytes. Example: rows of 896 words of 8 bytes have
+    224 bytes of scales, 56 words; word c of row i of expert x goes to word (x * 56 + c) * slab_rows + i.
+    """
+    TILE_BYTES: tl.constexpr = BLOCK_H * (out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    column = h * TILE_BYTES // BLOCK_H // _BYTES_PER_SCALE_WORD + tl.arange(0, TILE_BYTES // _BYTES_PER_SCALE_WORD)
+    kept = (column < segments.scale_words)[None, :]
+    source = scale_ptrs.to(tl.pointer_type(tl.int32))[:, None] + column[None, :]
+    words = tl.load(source, mask=here[:, None] & kept, other=0)
+    dest_ptr = out.recv_scale_ptr.to(tl.pointer_type(tl.int32))
+    for k in tl.static_range(TOPK):
+        copy = copies[k]
+        if tl.max(copy) >= 0:
+            expert = copy // segments.slab_rows
+            first = copy.to(tl.int64) + expert.to(tl.int64) * (segments.scale_words - 1) * segments.slab_rows
+            dest = dest_ptr + first[:, None] + column[None, :].to(tl.int64) * segments.slab_rows
+            tl.store(dest, words, mask=(copy >= 0)[:, None] & kept)
+
+
+@triton.jit
 def _zero_rest(
     out,
     total,  # [EP] rows of each local expert
@@ -350,16 +380,21 @@ def _store_placement(
     placement_ptr,
     word_of,  # [WP] host word and tokens of each rank
     total,  # [EP] rows of each local expert
-    padded,  # [EP] the same, rounded up
-    capacity,
+    padded,  # [EP] rows of its segment
+    segments,
     epoch,
 ):
     """Write the parts of `placement` (device/tables.py) that a low-latency dispatch has: tokens, host words and own
     output rows of the report, then all parts up to the number of the dispatch."""
     source = tl.arange(0, word_of.shape[0])
     local = tl.arange(0, total.shape[0])
+    capacity = segments.capacity
     start = tl.cumsum(padded, axis=0) - padded
     rows = tl.sum(padded)
+    too_many = tl.maximum(rows - capacity, 0)
+    if segments.SLABS:
+        too_many = tl.sum(tl.maximum(total - padded, 0))
+        total = tl.minimum(total, padded)
     clamped = tl.minimum(start, capacity)
     field = tl.arange(0, REPORT_WORDS)[None, :]
     tokens, host_word = (word_of & _SLOT_MASK)[:, None], (word_of >> _WORD_SHIFT)[:, None]
@@ -372,9 +407,8 @@ def _store_placement(
     tl.store(num_rows_of(job, placement_ptr), tl.minimum(rows, capacity))
     real = tl.minimum(start + total, capacity) - clamped
     tl.store(num_recv_of(job, placement_ptr) + local, real, mask=is_local)
-    overflow = tl.maximum(rows - capacity, 0)
-    tl.store(overflow_of(job, placement_ptr), overflow)
-    count_overflow(job, overflow)
+    tl.store(overflow_of(job, placement_ptr), too_many)
+    count_overflow(job, too_many)
     store_epoch(job, placement_ptr, epoch)
 
 
@@ -419,9 +453,11 @@ def low_latency_expand_kernel(
     # `report_calls` is at the end of the kernel: calls that agree do not wait for it.
     alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
     if arrived & alike:
-        PAYLOAD: tl.constexpr = MX if parts.HAS_SCALES else WORDS
+        WIRE: tl.constexpr = MX if parts.HAS_SCALES else WORDS
+        # Scales of slabs are moved apart from the rows.
+        PAYLOAD: tl.constexpr = WORDS if segments.SLABS else WIRE
         WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-        wire = wire_of(out.row_words, WORD, PAYLOAD)
+        wire = wire_of(out.row_words, WORD, WIRE)
         # Take rows far apart, so that programs share the work if there are few tokens.
         num_arrivals = job.num_ranks * job.max_tokens
         arrival = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
@@ -445,7 +481,10 @@ def low_latency_expand_kernel(
         counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
         counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
         total = tl.sum(counts, axis=0)
-        padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
+        if segments.SLABS:
+            padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
+        else:
+            padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
         start = tl.cumsum(padded, axis=0) - padded
         begin = start[None, :] + tl.cumsum(counts, axis=0) - counts  # of each source's rows of each expert
         begin = tl.reshape(begin, [WP * EP])
@@ -454,7 +493,10 @@ def low_latency_expand_kernel(
         copy = tl.reshape(
             tl.gather(begin, tl.reshape(segment, [tile.ROWS * choices.KP]), 0), [tile.ROWS, choices.KP]
         ) + (key & _SLOT_MASK)
-        copy = tl.where(is_copy, tl.where(copy < segments.capacity, copy, -2), -1)
+        end = segments.capacity
+        if segments.SLABS:
+            end = ((key >> _SLOT_BITS) + 1) * segments.slab_rows
+        copy = tl.where(is_copy, tl.where(copy < end, copy, -2), -1)
         if parts.HAS_WEIGHTS:
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         # Assignments first, in k order, so that a reader may stop at the first -1.
@@ -478,12 +520,16 @@ def low_latency_expand_kernel(
                 scales,
                 t * tile.BLOCK_H,
                 copies,
-                parts.HAS_SCALES,
+                parts.HAS_SCALES and not segments.SLABS,
                 choices.TOPK,
             )
-        if parts.HAS_PADDING or parts.HAS_WEIGHTS:
+            if parts.HAS_SCALES and segments.SLABS:
+                _store_slab_scales(
+                    out, scale_ptrs, here, t * tile.BLOCK_H, copies, segments, tile.BLOCK_H, choices.TOPK
+                )
+        if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
             _zero_rest(out, total, padded, segments.capacity, parts, tile)
         if tl.program_id(0) == 0:
-            _store_placement(job, placement_ptr, word_of, total, padded, segments.capacity, epoch)
+            _store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
     if arrived & (alike == 0):
         report_calls(job, source, word_of >> _WORD_SHIFT, in_group, CALLS_LL_DISPATCH)

@@ -7,8 +7,8 @@ Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact 
 rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales. deep_ep and
 hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
 by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. Low-latency
-calls (...-low-latency) have at most 128 tokens and are captured in CUDA graphs, so they have no host time; integrations
-quantise one-byte rows inside the call, the layer gets them quantised; with -early the weights travel with the rows.
+calls (...-low-latency) have at most 128 tokens and are captured in CUDA graphs, so they have no host time; both sides
+quantise one-byte rows in the measured time; with -early the weights travel with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it.
 Columns and method: docs/benchmarks/README.md.
 """

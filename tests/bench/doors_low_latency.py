@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +64,14 @@ class LowLatencyDoor:
         x = coded_rows(rank, tokens, hidden, 0, device)
         idx = uniform_idx(rank, tokens, topk, experts, 0).to(device).long()
         weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(device)
-        data, scale = quantize_channels(x, round_scale=False, use_ue8m0=False)
+        quantised = partial(quantize_channels, x, round_scale=False, use_ue8m0=False)
 
         recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
         slabs, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=False)
         assert isinstance(recv_x, torch.Tensor) and isinstance(slabs, torch.Tensor)
         same("counts", counts, desc.num_recv_tokens_per_expert)
         bytes_, scales = buffer.low_latency_dispatch(x, idx, tokens, experts)[0]
-        flat_bytes, flat_scales, _, _ = one_byte.dispatch_scaled(data, scale, idx)
+        flat_bytes, flat_scales, _, _ = one_byte.dispatch_scaled(*quantised(), idx)
         for expert, (first, count) in enumerate(zip(desc.expert_offsets.tolist(), counts.tolist(), strict=False)):
             rows = slice(first, first + count)
             same("slabs", slabs[expert, :count], recv_x[rows])
@@ -102,7 +103,7 @@ class LowLatencyDoor:
         self.eager: dict[tuple[str, str, str], Callable[[], object]] = {
             ("dispatch", "triton_ep", kind): lambda: layer.dispatch(x, idx),
             ("dispatch", "deep_ep", kind): lambda: buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=False),
-            ("dispatch", "triton_ep", f"{kind}-fp8"): lambda: one_byte.dispatch_scaled(data, scale, idx),
+            ("dispatch", "triton_ep", f"{kind}-fp8"): lambda: one_byte.dispatch_scaled(*quantised(), idx),
             ("dispatch", "deep_ep", f"{kind}-fp8"): lambda: buffer.low_latency_dispatch(x, idx, tokens, experts),
             ("combine", "triton_ep", kind): lambda: layer.combine(recv_x, desc, recv_weights),
             ("combine", "deep_ep", kind): lambda: buffer.low_latency_combine(slabs, idx, weights, handle),

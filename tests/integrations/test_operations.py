@@ -238,15 +238,15 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         doors,
         layers,
         {
-            # Slabs, and rows and slabs as words; positions and number of an expert's rows.
-            "dispatch": ("dispatch", 7),
-            "dispatch with weights": ("dispatch with weights", 7),
-            # In addition: the operations of `quantize_channels`, and slabs of scales.
-            "dispatch of one-byte rows": ("dispatch of one-byte rows", 18),
-            # The dispatch that carries the weights (9, and its rows), rows out of slabs as words, positions of rows.
-            "combine": ("dispatch with weights", 10),
-            # Rows out of slabs as words, positions of rows.
-            "combine by weights of dispatch": ("combine", 9),
+            # The number of an expert's rows.
+            "dispatch": ("dispatch", 1),
+            "dispatch with weights": ("dispatch with weights", 1),
+            # In addition: the operations of `quantize_channels`, and scales with rows as their fast dimension.
+            "dispatch of one-byte rows": ("dispatch of one-byte rows", 6),
+            # The dispatch that carries the weights, its rows and slabs; slabs as rows.
+            "combine": ("dispatch with weights", 5),
+            # Slabs as rows; kept ids and the number of an expert's rows, which the checks read.
+            "combine by weights of dispatch": ("combine", 3),
         },
     )
 

@@ -42,6 +42,7 @@ class Request:
         weights: [T, K] float32, or None; None with a routing map.
         scatter: [T, K] int32 or int64, the caller's order of entries; None: the order is computed.
         routed: descriptor of the earlier dispatch whose routing is used; the same on all ranks.
+        slabs: memory for the rows of a low-latency dispatch, a slab per expert; None: rows are expert-major.
         num_rows: rows that the caller gets, if known; None: the layer's capacity, or without one the host reads the
             row count.
         refused: this rank refused its arguments: it sends nothing, and reports that to the others.
@@ -54,6 +55,7 @@ class Request:
     weights: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
     routed: EPAllToAllLayoutDesc | None = None
+    slabs: Rows | None = None
     num_rows: int | None = None
     refused: bool = False
     needed_tokens: int = 0

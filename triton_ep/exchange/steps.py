@@ -185,14 +185,15 @@ def release_held(ctx: DispatchCombineContext, placement: torch.Tensor) -> None:
 def dispatch_low_latency(
     ctx: DispatchCombineContext, request: Request, split: bool = False
 ) -> Sent[dispatch_ops.Received]:
-    """`dispatch` of a low-latency layer: push, then wait and lay rows out expert-major. The host never waits."""
+    """`dispatch` of a low-latency layer: push, then wait and lay rows out expert-major, or in the slabs of the request.
+    The host never waits."""
     rows, ids = request.rows, request.ids
     assert isinstance(ids, torch.Tensor), "no integration has maps for it"
     ctx.num_dispatches += 1  # before the push, for which the other ranks wait
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
-    received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word)
+    received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word, request.slabs)
     if not split:
         receive()
         ctx.poll_status()

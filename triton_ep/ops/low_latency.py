@@ -13,6 +13,7 @@ from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
 from triton_ep.ops.dispatch import Received
+from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import as_words, summing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import low_latency as plans
@@ -25,8 +26,13 @@ def dispatch(
     topk_idx: torch.Tensor,
     weights: torch.Tensor | None,
     host_word: int,
+    slabs: Rows | None = None,
 ) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
     """Push the rows of x [T, H].
+
+    slabs: memory for the received rows, [e, n, H], the rows of each expert from the start of its slab on; for rows with
+    scales also [e, columns, n] of 32 bits, the first `columns` words of the scales of each row. None: rows are
+    expert-major.
 
     Returns the outputs, the descriptor, and a callable that launches the receiving half, which fills the outputs.
     The device advances its epoch; the host has advanced its own. The host waits for nothing.
@@ -37,10 +43,15 @@ def dispatch(
     copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
     _push(ctx, fmt, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
-    recv, recv_weights = _make_received(ctx, fmt, weights is not None)
+    if slabs is None:
+        recv, recv_weights = _make_received(ctx, fmt, weights is not None)
+        num_rows = recv.data.shape[0]
+    else:
+        recv, num_rows = slabs, slabs.data.shape[0] * slabs.data.shape[1]
+        recv_weights = None if weights is None else torch.empty(num_rows, dtype=torch.float32, device=ctx.device)
     desc = EPAllToAllLayoutDesc(
         num_dispatch_token_cur_rank=num_tokens,
-        num_recv_rows=recv.data.shape[0],
+        num_recv_rows=num_rows,
         entries=ids,
         placement=placement,
         shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
@@ -168,18 +179,21 @@ def _expand(
     placement: torch.Tensor,
 ) -> None:
     cfg, recv_x, scale = ctx.config, recv.data, recv.scale
-    capacity, has_weights = recv_x.shape[0], weights is not None
-    row_bytes = recv_x.shape[1] * recv_x.element_size()
+    slabs, has_weights = recv_x.dim() == 3, weights is not None
+    row_bytes = recv_x.shape[-1] * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words, fmt=fmt).launch(
+    kind = (has_weights, row_words, slabs)
+    ctx.launcher(("ll_expand", *kind), plans.expand, *kind, fmt=fmt).launch(
         -(-cfg.world_size * cfg.max_tokens // plans.expanded_rows(INTERPRETING)),
         recv_x_ptr=words,
-        recv_scale_ptr=ctx.no_bytes if scale is None else scale,
+        recv_scale_ptr=ctx.no_bytes if scale is None else view_as(scale, torch.uint8) if slabs else scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
         copy_rows_ptr=copies,
         placement_ptr=placement,
         row_words=row_words,
-        capacity=capacity,
+        capacity=recv_x.shape[:-1].numel(),
         alignment=cfg.alignment,
+        slab_rows=recv_x.shape[1] if slabs else 0,
+        scale_words=scale.shape[1] if slabs and scale is not None else 0,
     )

@@ -20,27 +20,6 @@ def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, ou
     _move(rows, out, offsets, counts, out.shape[1], pack=True)
 
 
-def scales_to_slabs(scales: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy scales of expert-major rows, [R, S] uint8 contiguous, into out [e, columns, n] of 32 bits, contiguous.
-
-    The first `columns` 32-bit words of the S bytes are the scales of a row. Rows become the fast dimension.
-    offsets, counts: as in `to_slabs`.
-    """
-    words, dest = view_as(scales, torch.int32), view_as(out, torch.int32)
-    num_experts, columns, slab_rows = dest.shape
-    _scales_launcher().launch(
-        _programs(num_experts, dest.device),
-        source_ptr=words,
-        dest_ptr=dest,
-        offsets_ptr=offsets,
-        counts_ptr=counts,
-        num_experts=num_experts,
-        slab_rows=slab_rows,
-        source_words=words.shape[1],
-        columns=columns,
-    )
-
-
 def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Inverse of `to_slabs`: [num_rows, H]; rows past the last segment are undefined."""
     rows = torch.empty(num_rows, slabs.shape[2], dtype=slabs.dtype, device=slabs.device)
@@ -70,11 +49,6 @@ def _move(
 def _programs(num_experts: int, device: torch.device) -> int:
     """Number of programs: a multiple of the number of experts."""
     return num_experts * max(local_programs(device) * 4 // num_experts, 1)
-
-
-@functools.cache
-def _scales_launcher() -> Launcher:
-    return Launcher(plans.slab_scales(INTERPRETING), aot=default_aot())
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
+from triton_ep.context.overlap import RecvHook
 from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import CompactRows
@@ -38,7 +40,6 @@ from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slabs import from_slabs
 from triton_ep.ops.token_layout import ZeroCounts, token_layout
 
 _WEIGHTS_HIDDEN = 8
@@ -503,13 +504,15 @@ class Buffer:
         slabs = Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor, torch.Tensor | None], Callable[[], None]]:
-            rows = quantized(x, round_scale, use_ue8m0, layer.context.device) if use_fp8 else (x,)
-            flat, row_weights, desc, hook = _sent(layer, rows, topk_idx, topk_weights, return_recv_hook)
+            rows = Rows(*quantized(x, round_scale, use_ue8m0, layer.context.device)) if use_fp8 else Rows(x)
+            row_weights, desc, hook = layer.dispatch_to_slabs(
+                rows, topk_idx, topk_weights, slabs.rows, return_recv_hook
+            )
             counts = desc.num_recv_tokens_per_expert
 
             def receive() -> None:
-                hook()
-                slabs.fill(flat, desc.expert_offsets, counts)
+                if isinstance(hook, RecvHook):
+                    hook()
                 if stats is not None:
                     stats.add_(counts)
 
@@ -615,12 +618,12 @@ class Buffer:
                 weights = self._sent_weights(cfg, ids, topk_weights)
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
-            flat = from_slabs(x, desc.expert_offsets, counts, desc.num_recv_rows)
+            rows = x.view(desc.num_recv_rows, cfg.hidden)
             hook: Callable[[], None] = no_hook
             if return_recv_hook:
-                combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
+                combined, hook = layer.combine(rows, desc, weights, return_recv_hook=True)
             else:  # one launch instead of two
-                combined = layer.combine(flat, desc, weights)
+                combined = layer.combine(rows, desc, weights)
 
             def receive() -> None:
                 hook()
@@ -700,11 +703,12 @@ class Buffer:
         return layer
 
     def _sent_weights(self, cfg: EPConfig, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor | None:
-        """Send the weights to the experts' ranks by a dispatch of unread rows; return them in the order of the rows."""
+        """Send the weights to the experts' ranks by a dispatch of unread rows; return them by rows of the slabs."""
         sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
         companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
-        unread = torch.empty(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-        return companion.dispatch(unread, ids, topk_weights)[1]
+        slab = (cfg.num_experts_per_rank, cfg.world_size * cfg.max_tokens, _WEIGHTS_HIDDEN)
+        unread, into = (ids.new_empty(shape, dtype=torch.bfloat16) for shape in ((ids.shape[0], slab[2]), slab))
+        return companion.dispatch_to_slabs(Rows(unread), ids, topk_weights, Rows(into), False)[0]
 
     def _check_handle(self, handle: Any) -> None:
         self._check_open()
@@ -768,21 +772,6 @@ class Buffer:
             raise StaleHandleError("the handle belongs to another group. Pass one of this buffer's group.")
         self._latest = layer
         return layer
-
-
-def _sent(
-    layer: EPAll2AllLayer,
-    rows: tuple[torch.Tensor, ...],
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    split: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-    """Launch a low-latency dispatch of rows, or of rows and scales. Returns the received rows (and scales), the
-    weights, the descriptor, and a call that launches the receiving half; without `split` it has been launched."""
-    call: Callable[..., tuple[Any, ...]] = layer.dispatch if len(rows) == 1 else layer.dispatch_scaled
-    results = call(*rows, ids, weights, return_recv_hook=True) if split else (*call(*rows, ids, weights), no_hook)
-    *flat, row_weights, desc, hook = results
-    return flat, row_weights, desc, hook
 
 
 def _same(one: Any, other: Any) -> bool:

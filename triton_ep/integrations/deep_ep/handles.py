@@ -84,7 +84,8 @@ class LowLatencyHandle(LazyItems):
     Attributes:
         layer, layout_desc: layer and descriptor of the dispatch.
         given_weights: [T, K] float32, weights that the dispatch got; None: it got none.
-        row_weights: [R] float32, weights received with the rows, expert-major; None: the dispatch got no weights.
+        row_weights: [e * W * M] float32, weights received with the rows, by place in the slabs; None: the dispatch got
+            no weights.
     """
 
     layer: EPAll2AllLayer
@@ -103,7 +104,7 @@ class LowLatencyHandle(LazyItems):
         )
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[W * M * K] int64 each: expert-major row of every assignment, R = none, and its source rank * M + token."""
+        """[W * M * K] int64 each: row of every assignment in all slabs, R = none, and its source rank * M + token."""
         copies, none = self.layout_desc.skipped_token_topk_mapping_indices, self.layout_desc.num_recv_rows
         assert copies is not None, "a descriptor of a low-latency dispatch has it"
         row = torch.where((copies < 0) | (copies >= none), none, copies).long()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.given import Rows
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slabs import scales_to_slabs, to_slabs
 
 
 class Slabs:
@@ -18,32 +18,28 @@ class Slabs:
 
     Attributes:
         result: result of the call: [e, n, H], or with `use_fp8` a tuple of it and the scales.
-        tensors: the same tensors, always as a tuple.
+        rows: the same memory, as `EPAll2AllLayer.dispatch_to_slabs` fills it.
     """
 
     def __init__(self, slab: tuple[int, int], x: torch.Tensor, use_fp8: bool, use_ue8m0: bool) -> None:
-        experts, rows = slab
+        experts, num_rows = slab
         self.result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
         if not use_fp8:
             self.result = torch.empty(*slab, x.shape[1], dtype=x.dtype, device=x.device)
-            self.tensors: tuple[torch.Tensor, ...] = (self.result,)
+            self.rows = Rows(self.result)
             return
         data = torch.empty(*slab, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
         columns, dtype = x.shape[1] // CHANNELS, torch.float32
         if use_ue8m0:
             columns, dtype = columns // 4, torch.int32
-        scales = torch.empty(experts, columns, rows, dtype=dtype, device=x.device).transpose(1, 2)
-        self.result = self.tensors = (data, scales)
+        scales = torch.empty(experts, columns, num_rows, dtype=dtype, device=x.device)
+        self.rows = Rows(data, scales)
+        self.result = (data, scales.transpose(1, 2))
 
-    def fill(self, flat: list[torch.Tensor], offsets: torch.Tensor, counts: torch.Tensor) -> None:
-        """Copy expert-major rows [R, H], and with `use_fp8` the bytes of their scales [R, H / 32], to the slabs."""
-        rows, *sent = flat
-        if isinstance(self.result, torch.Tensor):
-            to_slabs(rows, offsets, counts, self.result)
-            return
-        data, scales = self.result
-        to_slabs(rows, offsets, counts, data)
-        scales_to_slabs(sent[0], offsets, counts, scales.transpose(1, 2))
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The memory, always as a tuple."""
+        return tuple(each for each in self.rows if each is not None)
 
 
 def run_halves(

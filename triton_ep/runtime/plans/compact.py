@@ -59,8 +59,3 @@ def slab_rows(pack: bool, row_words: int, interpreted: bool) -> Plan:
     block = min(next_power_of_2(row_words), 2048)
     rows = 16 if interpreted else min(max(4096 // max(block, 128), 1), 16)
     return Plan("slab_rows_kernel", {"PACK": pack, "ROWS": rows, "BLOCK_H": block if interpreted else max(block, 128)})
-
-
-def slab_scales(interpreted: bool) -> Plan:
-    """Copy scales of rows to slabs, with rows as the fast dimension."""
-    return Plan("slab_scales_kernel", {"ROWS": 128 if interpreted else 32, "BLOCK_C": 64})

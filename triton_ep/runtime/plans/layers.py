@@ -34,7 +34,7 @@ class LayerCalls:
         fp8_rows: one-byte rows with scales are also sent (`dispatch_scaled`; with `compact`, as compact rows, too).
         maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
             handles that record the rows of a token's assignments.
-        slabs: rows are copied to slabs of their experts, and back.
+        slabs: low-latency rows are received in slabs of their experts; other rows are copied to slabs, and back.
         biases: combines add biases to the sums.
         landing: "row", "bf16": conversions of arriving rows of payload "mxfp8", in some calls.
     """
@@ -197,7 +197,6 @@ def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
     if uses.fp8_rows:
         rows += [s.hidden, s.hidden // 32]
-    yield KernelRequest.of(compact.slab_scales(s.interpreted))
     for round_scale, exponents in ((False, False), (True, False), (True, True)):
         plan = compute.quantize_channels(round_scale, exponents, s.interpreted)
         yield KernelRequest.of(plan, {"scale_ptr": "*u8" if exponents else "*fp32"})
@@ -263,4 +262,5 @@ def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Itera
                 given = types | {"topk_idx_ptr": f"*{ids}"}
                 yield KernelRequest.of(low_latency.push(s, kind, weights, row_words), given, numbers)
         types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
-        yield KernelRequest.of(low_latency.expand(s, weights, row_words), types, numbers)
+        for slabs in (False, True) if uses.slabs else (False,):
+            yield KernelRequest.of(low_latency.expand(s, weights, row_words, slabs), types, numbers)

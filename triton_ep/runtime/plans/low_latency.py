@@ -39,12 +39,13 @@ def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
     return Plan("low_latency_push_kernel", constexprs)
 
 
-def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
-    """Lay out arrived rows expert by expert."""
+def expand(s: Shape, has_weights: bool, row_words: int, slabs: bool) -> Plan:
+    """Lay out arrived rows expert by expert; slabs: in a slab per expert."""
     constexprs = {
         "HAS_SCALES": s.payload is not None,
         "HAS_WEIGHTS": has_weights,
-        "HAS_PADDING": s.alignment > 1,
+        "HAS_PADDING": s.alignment > 1 and not slabs,
+        "SLABS": slabs,
         "EP": next_power_of_2(s.experts_per_rank),
         "ROWS": expanded_rows(s.interpreted),
         **_columns(s, row_words, 2048),
