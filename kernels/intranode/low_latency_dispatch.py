@@ -289,12 +289,49 @@ def low_latency_push_kernel(
 
 
 @triton.jit
+def _load_staged(out, row_ptrs, scale_ptrs, here, h, segments, HAS_SCALES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Tile [ROWS, BLOCK_H] of staging rows and their scales: bytes, or with SLABS words of four; without scales the
+    data twice."""
+    PAYLOAD: tl.constexpr = MX if HAS_SCALES and not segments.SLABS else WORDS
+    words, scales = load_payload(row_ptrs, scale_ptrs, here, h, out.row_words, PAYLOAD, BLOCK_H)
+    if HAS_SCALES and segments.SLABS:
+        column = _scale_columns(h, words)
+        source = scale_ptrs.to(tl.pointer_type(tl.int32))[:, None] + column[None, :]
+        scales = tl.load(source, mask=here[:, None] & (column < segments.scale_words)[None, :], other=0)
+    return words, scales
+
+
+@triton.jit
+def _scale_columns(h, words):
+    """Words of scales that belong to a tile of data `words` from word `h` of its rows on."""
+    BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8
+    PER_TILE: tl.constexpr = words.shape[1] * BYTES // _BYTES_PER_SCALE_WORD
+    return h * BYTES // _BYTES_PER_SCALE_WORD + tl.arange(0, PER_TILE)
+
+
+@triton.jit
+def _store_slab_scales(out, copy, words, scales, h, segments):
+    """Store the words of scales of a tile to the slabs.
+
+    Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x goes to word
+    (x * 56 + c) * slab_rows + i.
+    """
+    column = _scale_columns(h, words)
+    expert = copy // segments.slab_rows
+    first = copy.to(tl.int64) + expert.to(tl.int64) * (segments.scale_words - 1) * segments.slab_rows
+    dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + first[:, None]
+    kept = (copy >= 0)[:, None] & (column < segments.scale_words)[None, :]
+    tl.store(dest + column[None, :].to(tl.int64) * segments.slab_rows, scales, mask=kept)
+
+
+@triton.jit
 def _store_copies(
     out,
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
     copies,  # tuple of [ROWS] output rows of each staging row, negative = none
+    segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
 ):
@@ -306,31 +343,11 @@ def _store_copies(
         if tl.max(copy) >= 0:  # most rows have few assignments
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
-            if HAS_SCALES:
+            if HAS_SCALES and segments.SLABS:
+                _store_slab_scales(out, copy, words, scales, h, segments)
+            elif HAS_SCALES:
                 dest = out.recv_scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                 store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
-
-
-@triton.jit
-def _store_slab_scales(out, scale_ptrs, here, h, copies, segments, BLOCK_H: tl.constexpr, TOPK: tl.constexpr):
-    """Store the scales of a tile of staging rows, whose words `h` to `h + BLOCK_H` they belong to, to the slabs.
-
-    scale_ptrs: [ROWS] pointers to uint8 scales, at multiples of four bytes. Example: rows of 896 words of 8 bytes have
-    224 bytes of scales, 56 words; word c of row i of expert x goes to word (x * 56 + c) * slab_rows + i.
-    """
-    TILE_BYTES: tl.constexpr = BLOCK_H * (out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    column = h * TILE_BYTES // BLOCK_H // _BYTES_PER_SCALE_WORD + tl.arange(0, TILE_BYTES // _BYTES_PER_SCALE_WORD)
-    kept = (column < segments.scale_words)[None, :]
-    source = scale_ptrs.to(tl.pointer_type(tl.int32))[:, None] + column[None, :]
-    words = tl.load(source, mask=here[:, None] & kept, other=0)
-    dest_ptr = out.recv_scale_ptr.to(tl.pointer_type(tl.int32))
-    for k in tl.static_range(TOPK):
-        copy = copies[k]
-        if tl.max(copy) >= 0:
-            expert = copy // segments.slab_rows
-            first = copy.to(tl.int64) + expert.to(tl.int64) * (segments.scale_words - 1) * segments.slab_rows
-            dest = dest_ptr + first[:, None] + column[None, :].to(tl.int64) * segments.slab_rows
-            tl.store(dest, words, mask=(copy >= 0)[:, None] & kept)
 
 
 @triton.jit
@@ -453,11 +470,8 @@ def low_latency_expand_kernel(
     # `report_calls` is at the end of the kernel: calls that agree do not wait for it.
     alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
     if arrived & alike:
-        WIRE: tl.constexpr = MX if parts.HAS_SCALES else WORDS
-        # Scales of slabs are moved apart from the rows.
-        PAYLOAD: tl.constexpr = WORDS if segments.SLABS else WIRE
         WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-        wire = wire_of(out.row_words, WORD, WIRE)
+        wire = wire_of(out.row_words, WORD, MX if parts.HAS_SCALES else WORDS)
         # Take rows far apart, so that programs share the work if there are few tokens.
         num_arrivals = job.num_ranks * job.max_tokens
         arrival = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
@@ -468,7 +482,7 @@ def low_latency_expand_kernel(
         staged = first_source * job.max_tokens + arrival
         row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
         # In flight while the output rows are computed.
-        words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, out.row_words, PAYLOAD, tile.BLOCK_H)
+        words, scales = _load_staged(out, row_ptrs, scale_ptrs, here, 0, segments, parts.HAS_SCALES, tile.BLOCK_H)
         ks = tl.arange(0, choices.KP)[None, :]
         meta = staged[:, None] * (2 * choices.KP) + ks
         key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
@@ -511,8 +525,8 @@ def low_latency_expand_kernel(
             copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
         for t in tl.static_range(tile.TILES):
             if t > 0:
-                words, scales = load_payload(
-                    row_ptrs, scale_ptrs, here, t * tile.BLOCK_H, out.row_words, PAYLOAD, tile.BLOCK_H
+                words, scales = _load_staged(
+                    out, row_ptrs, scale_ptrs, here, t * tile.BLOCK_H, segments, parts.HAS_SCALES, tile.BLOCK_H
                 )
             _store_copies(
                 out,
@@ -520,13 +534,10 @@ def low_latency_expand_kernel(
                 scales,
                 t * tile.BLOCK_H,
                 copies,
-                parts.HAS_SCALES and not segments.SLABS,
+                segments,
+                parts.HAS_SCALES,
                 choices.TOPK,
             )
-            if parts.HAS_SCALES and segments.SLABS:
-                _store_slab_scales(
-                    out, scale_ptrs, here, t * tile.BLOCK_H, copies, segments, tile.BLOCK_H, choices.TOPK
-                )
         if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
             _zero_rest(out, total, padded, segments.capacity, parts, tile)
         if tl.program_id(0) == 0:

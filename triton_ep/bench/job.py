@@ -163,14 +163,10 @@ class Job:
         host_us = timing.slowest(self.timer.host_time(call, meet))
         repeats = min(_RECORDED_CALLS, self.settings.iters)
         calls = timing.record_calls(call, meet, self.timer.flush, repeats, self.device)
-        busy = [timing.busy_us(spans) / per_call for spans in calls]
-        everyone: list[list[float]] = [[] for _ in range(self.num_ranks)]
-        dist.all_gather_object(everyone, busy)
-        seen = all(len(found) == repeats and any(found) for found in everyone)
         return Measured(
             timing=timing.over_ranks(times),
             host_us=None if host_us is None else host_us / per_call,
-            kernel_us=timing.summarize(everyone).median_us if seen else None,
+            kernel_us=timing.kernel_time(calls, repeats, per_call),
             calls=calls,
         )
 

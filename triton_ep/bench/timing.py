@@ -210,6 +210,17 @@ def busy_us(spans: Sequence[Span]) -> float:
     return total
 
 
+def kernel_time(calls: Sequence[Sequence[Span]], repeats: int, per_call: int = 1) -> float | None:
+    """Microseconds in which at least one kernel of a call runs, slowest rank, median; None if a rank recorded none.
+
+    calls: result of `record_calls` on this rank, each of them `per_call` calls. Collective over the world.
+    """
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, [busy_us(spans) / per_call for spans in calls])
+    seen = all(len(found) == repeats and any(found) for found in everyone)
+    return summarize(everyone).median_us if seen else None
+
+
 def stages_of(calls: Sequence[Sequence[Span]]) -> list[Stage]:
     """Stages by name, ordered by first appearance."""
     by_name: dict[str, list[float]] = defaultdict(list)
