@@ -11,6 +11,7 @@ import torch
 
 from triton_ep.errors import InputError
 from triton_ep.ops.strides import dense
+from triton_ep.ops.tuning import multiprocessors
 from triton_ep.runtime.launch import INTERPRETING, Boxes, launch
 from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.compute import (
@@ -87,7 +88,7 @@ def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
 
 def programs(device: torch.device) -> int:
     """Programs of a persistent kernel: one per multiprocessor; two in the interpreter."""
-    return 2 if INTERPRETING else torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 if INTERPRETING else multiprocessors(device)
 
 
 def _check(name: str, x: torch.Tensor, ndim: int, like: torch.Tensor) -> None:
