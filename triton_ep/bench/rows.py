@@ -92,28 +92,44 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     A file of an earlier version is rewritten with the columns that it lacks.
 
     Raises:
-        InputError: the file has other columns.
+        InputError: the file cannot be written, or has other columns.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
-        if header == _BEFORE:
-            old = read_rows(path)
-            path.unlink()
-            append_rows(path, old)
-        elif header != COLUMNS:
-            raise InputError(
-                f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file."
-            )
-        new = False
-    else:
-        new = True
+    header = _header_of(path)
+    if header == _BEFORE:
+        old = read_rows(path)
+        path.unlink()
+        append_rows(path, old)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
+        if header is None:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def check_file(path: Path) -> None:
+    """Raise InputError unless rows can be appended to the file. Creates its folder, but no file."""
+    existed = path.exists()
+    _header_of(path)
+    if not existed:
+        path.unlink(missing_ok=True)
+
+
+def _header_of(path: Path) -> list[str] | None:
+    """The columns of a file to which rows can be appended; None: it is empty, and was created if it did not exist.
+
+    Raises:
+        InputError: as `append_rows`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            header = next(csv.reader(file), None)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"rows cannot be written to {path}: {error}. Name another file.") from error
+    if header not in (None, COLUMNS, _BEFORE):
+        raise InputError(f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file.")
+    return header
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from triton_ep.errors import ConfigError
 
@@ -216,6 +217,31 @@ class Settings:
             raise ConfigError("moe-layer measures triton_ep.nn.MoE, which aligns rows to 128 and combines locally.")
         if self.backward and self.command != "moe-layer":
             raise ConfigError("--backward is an option of moe-layer.")
+        if "triton_ep" in self.providers and self.command not in ("barrier", "quantise"):
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise ConfigError if a layer of these sizes cannot be created."""
+        from triton_ep.config import EPConfig
+
+        # Without a number of ranks per node, hosts may have fewer than all ranks: sizes alone are checked.
+        for shape in self.shapes:
+            for num_sm in self.num_sm:
+                EPConfig(
+                    max_tokens=shape.tokens,
+                    hidden=shape.hidden,
+                    topk=shape.topk,
+                    num_experts=shape.experts,
+                    rank=0,
+                    world_size=self.ranks,
+                    local_world_size=self.local_world_size or self.ranks,
+                    alignment=self.alignment,
+                    # The capacity follows from the routing; a low-latency layer needs one.
+                    recv_capacity=1 if self.low_latency else None,
+                    num_sm=max(num_sm, 1),
+                    sm_budget=self.sm_budget,
+                    low_latency=self.low_latency,
+                )
 
 
 @dataclass(frozen=True)
@@ -292,10 +318,12 @@ class Case:
 
 
 def check_routing(spec: str, seed: int) -> None:
-    """Raise ConfigError unless `spec` is a valid routing and `seed` a valid seed."""
+    """Raise ConfigError unless `spec` is a valid routing, whose file exists, and `seed` a valid seed."""
     kind, _, argument = spec.partition(":")
     if kind not in ("uniform", "zipf", "one-hot", "file") or (kind in ("uniform", "one-hot") and argument):
         raise ConfigError(f"--routing {spec} is none of uniform, zipf:S, one-hot, file:PATH.")
+    if kind == "file" and not Path(argument).is_file():
+        raise ConfigError(f"--routing {spec} names no file. Name a .pt or .npy file of expert ids.")
     if kind == "zipf":
         _positive_number(argument, "--routing zipf:S")
     if not 0 <= seed <= _MOST:

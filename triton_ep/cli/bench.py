@@ -150,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         plot.main(arguments)
         print(f"drawn: {arguments.out}")
         return 0
+    from triton_ep.bench.rows import check_file
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all
     from triton_ep.distributed import run_ranks
@@ -160,9 +161,12 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         gpus = torch.cuda.device_count()
+    # Fail now, not after the measurement.
     for picture in (arguments.plot, arguments.timeline):
-        if picture is not None:  # fail now, not after the measurement
+        if picture is not None:
             plot.check_picture(Path(picture))
+    if arguments.csv is not None:
+        check_file(Path(arguments.csv))
     launched = read_environment().world_size
     if launched is not None and arguments.ranks not in (None, launched):
         raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")

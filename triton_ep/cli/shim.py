@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from triton_ep.errors import ConfigError
+from triton_ep.errors import ConfigError, InputError
 
 EXAMPLES = (
     "triton-ep shim ~/triton-ep-shim",
@@ -34,8 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--serve got {unknown[0]!r}; it takes {' and '.join(_PACKAGES)}.")
     for name in names:
         package = arguments.folder / name / "__init__.py"
-        package.parent.mkdir(parents=True, exist_ok=True)
-        package.write_text(_text_of(name))
+        try:
+            package.parent.mkdir(parents=True, exist_ok=True)
+            package.write_text(_text_of(name))
+        except OSError as error:
+            raise InputError(f"{package} cannot be written: {error}. Name another folder.") from error
         print(f"wrote {package}")
     print(f"next: export PYTHONPATH={arguments.folder.resolve()}${{PYTHONPATH:+:$PYTHONPATH}}")
     return 0

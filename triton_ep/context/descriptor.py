@@ -131,7 +131,7 @@ class EPAllToAllLayoutDesc:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """[1] int32, rows that did not fit a static capacity on this rank; 0 = none."""
+        """[1] int32, rows, padding included, that did not fit a static capacity on this rank; 0 = none."""
         return self._part("overflow")
 
     @property

@@ -335,7 +335,8 @@ def check_combine_buffer(cfg: EPConfig, num_rows: object, room: int) -> int:
     if number is None:
         raise InputError(
             f"combine_buffer was asked for {num_rows!r} rows, the layer has {room}. Pass num_recv_rows of the "
-            "descriptor that will be combined, and call it after that dispatch."
+            "descriptor that will be combined, and call it after that dispatch. A compact dispatch with num_rows above "
+            f"{room} returns more rows than can arrive: lower num_rows, or pass the expert outputs to combine."
         )
     return number
 

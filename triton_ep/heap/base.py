@@ -26,6 +26,7 @@ from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 from triton_ep.heap.bounded import within
 from triton_ep.heap.farewells import Farewells
+from triton_ep.runtime.environment import MOST_BYTES
 
 _DYING_S = 0.5
 _LONGEST_POLL_S = 0.02
@@ -338,9 +339,12 @@ class SymmetricHeap(ABC):
             if piece.late
             else ""
         )
+        remedy = self.remedy.format(gib=needed)
+        if needed * 2**30 > MOST_BYTES:
+            remedy = f"A heap has at most {MOST_BYTES} bytes (64T): create layers with fewer tokens or ranks."
         return HeapError(
             f"no room for {nbytes} bytes of symmetric memory on rank {piece.rank}: {piece.free} of {piece.size} bytes "
-            f"are free in one piece.{held} {self.remedy.format(gib=needed)}"
+            f"are free in one piece.{held} {remedy}"
         )
 
     # --- memory of layers that not all ranks have ended ---------------------------------------------------
