@@ -51,7 +51,7 @@ def test_a_second_build_changes_nothing(built: Built) -> None:
 def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> None:
     """Cubins and PTX are identical if sources and library are in other folders.
 
-    Compares the shortest kernel of every source file: only the path of a source might make a difference.
+    Compares the shortest kernel of every folder of sources: only the path of a source might make a difference.
     """
     for folder in ("triton_ep", "kernels", "aot"):
         ignored = shutil.ignore_patterns("__pycache__", "cubins")
@@ -59,7 +59,7 @@ def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> No
     chosen: dict[str, KernelRequest] = {}
     library = Library(built.folder, "sm_90")
     for entry in sorted(library.entries, key=lambda entry: (built.folder / "sm_90" / entry.file).stat().st_size):
-        chosen.setdefault(library.kernels[entry.request.kernel]["file"], entry.request)
+        chosen.setdefault(str(Path(library.kernels[entry.request.kernel]["file"]).parent), entry.request)
     listed = tmp_path / "variants"
     listed.write_text("\n".join(request.text() for request in chosen.values()))
     out = tmp_path / "another" / "library"
@@ -69,7 +69,7 @@ def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     here, there = _files(built.folder / "sm_90"), _files(out / "sm_90")
     compared = [name for name in there if name.endswith((".cubin", ".ptx.gz"))]
-    assert len(compared) == 2 * len(chosen)
+    assert len(compared) == 2 * len(chosen) >= 8
     assert [name for name in compared if there[name][0] != here[name][0]] == []
     mine, theirs = (json.loads(files["index.json"][0])["entries"] for files in (here, there))
     assert theirs == {signature: mine[signature] for signature in theirs}
