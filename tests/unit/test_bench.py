@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
+from triton_ep import distributed as ep_distributed
 from triton_ep.bench import exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
@@ -303,6 +304,47 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     assert path.read_text() == "op,median_us\n"
     with pytest.raises(KeyError, match="speed"):
         rows.make_row({"speed": 1})
+
+
+def _no_ranks(*_: object) -> None:
+    raise AssertionError("ranks started")
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot", "--timeline"])
+def test_a_file_that_cannot_be_written_is_refused_early(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that cannot be written is refused by name before any rank starts."""
+    if option != "--csv":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ep_distributed, "run_ranks", _no_ranks)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "rows.svg"
+    with pytest.raises(InputError, match=f"{path} cannot be written.*Name another path"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(path)]))
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    with pytest.raises(InputError, match=f"{folder} cannot be written"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(folder)]))
+    good = tmp_path / "new" / "rows.svg"
+    with pytest.raises(AssertionError, match="ranks started"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(good)]))
+    assert not good.parent.exists(), "the check leaves nothing behind"
+
+
+def test_rows_of_other_columns_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A --csv file with other columns, or that is no text, is refused before any rank starts, and stays as it is."""
+    monkeypatch.setattr(ep_distributed, "run_ranks", _no_ranks)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    for contents, match in ((b"op,median_us\n", "has the columns"), (b"\xff\xfe\x00", "cannot be read as rows")):
+        path = tmp_path / "rows.csv"
+        path.write_bytes(contents)
+        with pytest.raises(InputError, match=match):
+            cli.run(parser.parse_args(["dispatch", *TINY, "--csv", str(path)]))
+        assert path.read_bytes() == contents
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from triton_ep.errors import ConfigError
+from triton_ep.runtime.files import cannot_write
 
 EXAMPLES = (
     "triton-ep shim ~/triton-ep-shim",
@@ -34,8 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--serve got {unknown[0]!r}; it takes {' and '.join(_PACKAGES)}.")
     for name in names:
         package = arguments.folder / name / "__init__.py"
-        package.parent.mkdir(parents=True, exist_ok=True)
-        package.write_text(_text_of(name))
+        try:
+            package.parent.mkdir(parents=True, exist_ok=True)
+            package.write_text(_text_of(name))
+        except OSError as error:
+            raise cannot_write(package, error) from error
         print(f"wrote {package}")
     print(f"next: export PYTHONPATH={arguments.folder.resolve()}${{PYTHONPATH:+:$PYTHONPATH}}")
     return 0
