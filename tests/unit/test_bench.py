@@ -372,6 +372,40 @@ def test_settings_that_cannot_work_are_refused(words: str) -> None:
         cli.settings_of(parser.parse_args(["dispatch", *TINY, *words.split()]), 2, interpreting=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("dispatch --experts 64 --topk 64", "topk 64 exceeds 32"),
+        ("dispatch --topk 64", "--topk 64 exceeds the 4 experts"),
+        ("roundtrip --num-sm 8,2000", "num_sm 2000 exceeds 1024"),
+        ("dispatch --tokens 2000000000", "2147483647 can be numbered"),
+        ("low-latency --alignment 1 --tokens 16,2000", "max_tokens up to 1024, got 2000"),
+        ("host --alignment 1 --low-latency --experts 4096", "num_experts up to 2048, got 4096"),
+        ("moe-layer --tokens 2000 --low-latency", "max_tokens up to 1024, got 2000"),
+    ],
+)
+def test_shapes_of_no_layer_are_refused(words: str, match: str) -> None:
+    """What a layer refuses is refused before ranks start; providers without a layer still take it."""
+    command, *options = words.split()
+    with pytest.raises(ConfigError, match=match):
+        _settings(command, last=options)
+    if command == "dispatch" and "--experts" in options:
+        assert _settings(command, last=[*options, "--provider", "nccl"]).shapes[0].topk == 64
+
+
+def test_a_routing_that_cannot_be_read_is_refused_early(tmp_path: Path) -> None:
+    """A missing file, and ids that do not fit a shape, are refused before any rank starts, unless no rank routes."""
+    missing = f"file:{tmp_path / 'nope.pt'}"
+    with pytest.raises(InputError, match=r"nope.pt names no .pt or .npy file"):
+        _settings("dispatch", "--routing", missing)
+    assert _settings("barrier", "--routing", missing).routing == missing
+    torch.save(torch.zeros(12, 2, dtype=torch.int32), tmp_path / "idx.pt")
+    found = f"file:{tmp_path / 'idx.pt'}"
+    assert _settings("dispatch", "--routing", found).routing == found
+    with pytest.raises(InputError, match="2 ranks with 5 tokens and top-2 need"):
+        _settings("dispatch", "--routing", found, last=["--tokens", "6,5"])
+
+
 @pytest.mark.parametrize("command", ["beside-gemm", "host"])
 def test_a_row_says_graph_only_where_there_is_one(command: str) -> None:
     """Commands that launch their calls anew refuse --graph."""

@@ -184,8 +184,10 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     """Convert the arguments to settings of a run; ranks: number of ranks unless the arguments give it.
 
     Raises:
-        ConfigError: the settings cannot work.
+        ConfigError: the settings cannot work. InputError: nor can the file of the routing.
     """
+    from triton_ep.bench import routing  # imports torch
+
     a = arguments
     command = a.bench
     shapes = _shapes(a, interpreting)
@@ -237,6 +239,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         timeline=a.timeline,
     )
     settings.check()
+    routing.check_file(settings)
     return settings
 
 
