@@ -765,7 +765,8 @@ class EPAll2AllLayer:
     @property
     def overflow_total(self) -> int:
         """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far, including backward
-        passes and every replay of a CUDA graph. 0 without a capacity. Waits for this stream and `comm_stream`."""
+        passes and every replay of a CUDA graph. Padding rows count, too, as in `EPAllToAllLayoutDesc.overflow`. 0
+        without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
         return int(self.context.state[codes.OVERFLOW_TOTAL])
@@ -787,7 +788,7 @@ class EPAll2AllLayer:
     def check(self) -> None:
         """Wait for this stream and `comm_stream`, and raise the errors that the device reported, if any.
 
-        Warns if rows have not fitted `capacity` since the last check; `overflow_total` counts them.
+        Warns if rows, or their padding, have not fitted `capacity` since the last check; `overflow_total` counts both.
 
         Raises:
             WaitTimeout: an expired wait.
@@ -811,9 +812,11 @@ class EPAll2AllLayer:
         total = self.overflow_total
         new, self._overflow_told = total - self._overflow_told, total
         if new:
+            align = self.config.alignment
+            padding = f", padding to alignment={align} included," if align > 1 else ""
             warnings.warn(
-                f"{new} rows did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} since the "
-                f"last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
+                f"{new} rows{padding} did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} "
+                f"since the last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
                 "(capacity=None).",
                 stacklevel=3,
             )
