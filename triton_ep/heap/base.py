@@ -26,6 +26,7 @@ from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 from triton_ep.heap.bounded import within
 from triton_ep.heap.farewells import Farewells
+from triton_ep.runtime.environment import MOST_BYTES
 
 _DYING_S = 0.5
 _LONGEST_POLL_S = 0.02
@@ -338,9 +339,15 @@ class SymmetricHeap(ABC):
             if piece.late
             else ""
         )
+        remedy = self.remedy.format(gib=needed)
+        if needed > MOST_BYTES // 2**30:
+            remedy = (
+                f"Such a heap takes {needed} GiB, and none has more than {MOST_BYTES // 2**30}. Create layers with a "
+                "smaller max_tokens, hidden or capacity."
+            )
         return HeapError(
             f"no room for {nbytes} bytes of symmetric memory on rank {piece.rank}: {piece.free} of {piece.size} bytes "
-            f"are free in one piece.{held} {self.remedy.format(gib=needed)}"
+            f"are free in one piece.{held} {remedy}"
         )
 
     # --- memory of layers that not all ranks have ended ---------------------------------------------------
