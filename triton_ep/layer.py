@@ -739,7 +739,8 @@ class EPAll2AllLayer:
 
         Raises:
             ConfigError: with `enable_local_combine` or `low_latency`, where `combine` sums before it stores.
-            InputError: the buffer has fewer rows; the hook of the previous combine has not been called.
+            InputError: the buffer has fewer rows, also after a `dispatch_compact` with `num_rows` above world_size *
+                max_tokens; the hook of the previous combine has not been called.
         """
         ctx = self.context
         ctx.check_open()
