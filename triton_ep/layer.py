@@ -712,7 +712,8 @@ class EPAll2AllLayer:
 
         Raises:
             InputError, StaleHandleError, WaitTimeout: as `combine`.
-            ConfigError: rows of the layer are shorter than one float32.
+            ConfigError: rows of the layer are too short for a float32: one element of 2 bytes, or up to 8 of them with
+                `enable_local_combine` over several nodes, where partial sums have the dtype of rows.
         """
         ctx, desc = self.context, layout_desc
         checks.check_compact_layer(self.config)
