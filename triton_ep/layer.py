@@ -712,7 +712,8 @@ class EPAll2AllLayer:
 
         Raises:
             InputError, StaleHandleError, WaitTimeout: as `combine`.
-            ConfigError: rows of the layer are shorter than one float32.
+            ConfigError: rows of the layer are too short for a float32: one element of 2 bytes, or up to 8 of them with
+                `enable_local_combine` over several nodes, where partial sums have the dtype of rows.
         """
         ctx, desc = self.context, layout_desc
         checks.check_compact_layer(self.config)
@@ -739,7 +740,8 @@ class EPAll2AllLayer:
 
         Raises:
             ConfigError: with `enable_local_combine` or `low_latency`, where `combine` sums before it stores.
-            InputError: the buffer has fewer rows; the hook of the previous combine has not been called.
+            InputError: the buffer has fewer rows, also after a `dispatch_compact` with `num_rows` above world_size *
+                max_tokens; the hook of the previous combine has not been called.
         """
         ctx = self.context
         ctx.check_open()
@@ -764,9 +766,9 @@ class EPAll2AllLayer:
 
     @property
     def overflow_total(self) -> int:
-        """Rows, padding to `alignment` included, that did not fit `capacity` on this rank, in all dispatches of the
-        layer so far, backward passes and every replay of a CUDA graph included. 0 without a capacity. Waits for this
-        stream and `comm_stream`."""
+        """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far, including backward
+        passes and every replay of a CUDA graph. Padding rows count, too, as in `EPAllToAllLayoutDesc.overflow`. 0
+        without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
         return int(self.context.state[codes.OVERFLOW_TOTAL])
@@ -788,7 +790,7 @@ class EPAll2AllLayer:
     def check(self) -> None:
         """Wait for this stream and `comm_stream`, and raise the errors that the device reported, if any.
 
-        Warns if rows, or their padding, have not fitted `capacity` since the last check; `overflow_total` counts them.
+        Warns if rows, or their padding, have not fitted `capacity` since the last check; `overflow_total` counts both.
 
         Raises:
             WaitTimeout: an expired wait.
@@ -812,11 +814,11 @@ class EPAll2AllLayer:
         total = self.overflow_total
         new, self._overflow_told = total - self._overflow_told, total
         if new:
-            aligned = self.config.alignment
-            padding = f"padding to alignment={aligned} included, " if aligned > 1 else ""
+            align = self.config.alignment
+            padding = f", padding to alignment={align} included," if align > 1 else ""
             warnings.warn(
-                f"{new} rows did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} since the "
-                f"last check, {total} in all, {padding}and were left out. Raise the capacity, or make an exact layer "
+                f"{new} rows{padding} did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} "
+                f"since the last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
                 "(capacity=None).",
                 stacklevel=3,
             )

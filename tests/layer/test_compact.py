@@ -247,6 +247,48 @@ def test_rows_left_out_add_nothing(run_ranks, nodes, ranks_per_node, num_rows):
     run_ranks(_check_left_out, nodes, ranks_per_node, num_rows)
 
 
+def _check_more_rows(rank, nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    case = {"tokens": (3,), "hidden": 16, "topk": 2, "experts": 2, "dtype": torch.float32}
+    device, most = current_heap().device, world * 3
+    ids = torch.arange(6, dtype=torch.int32, device=device).view(3, 2) % (2 * world)
+    x = torch.ones(3, 16, device=device)
+    with _layer(rank, nodes, ranks_per_node, case) as layer:
+        got = layer.dispatch_compact(x, ids, num_rows=4 * most)
+        with pytest.raises(InputError, match=rf"num_rows={most}, or give combine a tensor of your own"):
+            layer.combine_buffer(got.layout_desc.num_recv_rows)
+        want = layer.combine(torch.ones_like(got.x), got.layout_desc)
+        got = layer.dispatch_compact(x, ids, num_rows=most)
+        rows = layer.combine_buffer(got.layout_desc.num_recv_rows)
+        rows.fill_(1)
+        _equal(layer.combine(rows, got.layout_desc), want)
+        layer.check()
+
+
+def test_the_remedy_for_more_rows_than_can_arrive_works(run_ranks):
+    """`combine_buffer` refuses such a number of rows; both remedies that it names give the same sums."""
+    run_ranks(_check_more_rows, 1, 2)
+
+
+def _check_short_rows(rank, nodes, ranks_per_node, hidden):
+    sizes = {"num_tot_experts": 8, "dtype": torch.float16, "enable_local_combine": True}
+    x, ids = torch.ones(3, hidden).half(), torch.arange(6, dtype=torch.int32).view(3, 2)
+    device = current_heap().device
+    with EPAll2AllLayer(None, 3, hidden, 2, local_world_size=ranks_per_node, **sizes) as layer:
+        got = layer.dispatch_compact(x.to(device), ids.to(device), torch.rand(3, 2, device=device))
+        if hidden == 9:
+            return layer.combine_topk(got.topk_weights, got.layout_desc)[0].shape == (3, 2)
+        with pytest.raises(ConfigError, match=rf"rows of {hidden} torch.float16 are too short .* hidden=9 or more"):
+            layer.combine_topk(got.topk_weights, got.layout_desc)
+    return True
+
+
+@pytest.mark.parametrize("hidden", [2, 8, 9])
+def test_rows_too_short_for_a_float32_name_a_size_that_is_not(run_ranks, hidden):
+    """With partial sums in the dtype of rows, between nodes; the size that the error names works."""
+    assert all(run_ranks(_check_short_rows, 2, 1, hidden))
+
+
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and the ranks of each token, against a loop over entries."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)

@@ -103,3 +103,24 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int, low_latency: boo
 def test_rows_beyond_the_capacity_are_counted_over_all_calls(run_ranks, nodes, ranks_per_node, low_latency):
     """Replays of graphs count too; `check` warns of rows since the last check."""
     run_ranks(_check_overflow, nodes, ranks_per_node, low_latency)
+
+
+def _check_padding(rank: int, nodes: int, ranks_per_node: int, low_latency: bool) -> None:
+    case = Case("padded", tokens=(3,), hidden=32, experts=2, static=True, low_latency=low_latency, alignment=8)
+    works = workloads(case, nodes * ranks_per_node, 0)
+    counts = sum(torch.bincount(w.topk_idx[w.topk_idx >= 0], minlength=4) for w in works)
+    counts = counts[2 * rank : 2 * rank + 2]
+    padded = int(((counts + 7) // 8 * 8).sum())
+    with make_layer(case, rank, nodes, ranks_per_node, capacity=padded - 1) as layer:
+        _, _, desc = start_dispatch(layer, case, works)
+        assert int(desc.overflow) == layer.overflow_total == 1
+        assert int(desc.expert_offsets[-1]) + int(desc.overflow) == padded
+        with pytest.warns(UserWarning, match=r"1 rows, padding to alignment=8 included, did not fit capacity="):
+            layer.check()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_padding_beyond_the_capacity_counts_and_is_said(run_ranks, low_latency):
+    """Offsets plus overflow are the capacity that a dispatch would fill, and the warning names the padding."""
+    run_ranks(_check_padding, 1, 2, low_latency)

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
+from triton_ep import distributed as ep_distributed
 from triton_ep.bench import exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
@@ -305,6 +306,47 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         rows.make_row({"speed": 1})
 
 
+def _no_ranks(*_: object) -> None:
+    raise AssertionError("ranks started")
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot", "--timeline"])
+def test_a_file_that_cannot_be_written_is_refused_early(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that cannot be written is refused by name before any rank starts."""
+    if option != "--csv":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ep_distributed, "run_ranks", _no_ranks)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "rows.svg"
+    with pytest.raises(InputError, match=f"{path} cannot be written.*Name another path"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(path)]))
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    with pytest.raises(InputError, match=f"{folder} cannot be written"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(folder)]))
+    good = tmp_path / "new" / "rows.svg"
+    with pytest.raises(AssertionError, match="ranks started"):
+        cli.run(parser.parse_args(["roundtrip", *TINY, option, str(good)]))
+    assert not good.parent.exists(), "the check leaves nothing behind"
+
+
+def test_rows_of_other_columns_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A --csv file with other columns, or that is no text, is refused before any rank starts, and stays as it is."""
+    monkeypatch.setattr(ep_distributed, "run_ranks", _no_ranks)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    for contents, match in ((b"op,median_us\n", "has the columns"), (b"\xff\xfe\x00", "cannot be read as rows")):
+        path = tmp_path / "rows.csv"
+        path.write_bytes(contents)
+        with pytest.raises(InputError, match=match):
+            cli.run(parser.parse_args(["dispatch", *TINY, "--csv", str(path)]))
+        assert path.read_bytes() == contents
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -328,6 +370,40 @@ def test_settings_that_cannot_work_are_refused(words: str) -> None:
     cli.add_arguments(parser)
     with pytest.raises(ConfigError):
         cli.settings_of(parser.parse_args(["dispatch", *TINY, *words.split()]), 2, interpreting=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("dispatch --experts 64 --topk 64", "topk 64 exceeds 32"),
+        ("dispatch --topk 64", "--topk 64 exceeds the 4 experts"),
+        ("roundtrip --num-sm 8,2000", "num_sm 2000 exceeds 1024"),
+        ("dispatch --tokens 2000000000", "2147483647 can be numbered"),
+        ("low-latency --alignment 1 --tokens 16,2000", "max_tokens up to 1024, got 2000"),
+        ("host --alignment 1 --low-latency --experts 4096", "num_experts up to 2048, got 4096"),
+        ("moe-layer --tokens 2000 --low-latency", "max_tokens up to 1024, got 2000"),
+    ],
+)
+def test_shapes_of_no_layer_are_refused(words: str, match: str) -> None:
+    """What a layer refuses is refused before ranks start; providers without a layer still take it."""
+    command, *options = words.split()
+    with pytest.raises(ConfigError, match=match):
+        _settings(command, last=options)
+    if command == "dispatch" and "--experts" in options:
+        assert _settings(command, last=[*options, "--provider", "nccl"]).shapes[0].topk == 64
+
+
+def test_a_routing_that_cannot_be_read_is_refused_early(tmp_path: Path) -> None:
+    """A missing file, and ids that do not fit a shape, are refused before any rank starts, unless no rank routes."""
+    missing = f"file:{tmp_path / 'nope.pt'}"
+    with pytest.raises(InputError, match=r"nope.pt names no .pt or .npy file"):
+        _settings("dispatch", "--routing", missing)
+    assert _settings("barrier", "--routing", missing).routing == missing
+    torch.save(torch.zeros(12, 2, dtype=torch.int32), tmp_path / "idx.pt")
+    found = f"file:{tmp_path / 'idx.pt'}"
+    assert _settings("dispatch", "--routing", found).routing == found
+    with pytest.raises(InputError, match="2 ranks with 5 tokens and top-2 need"):
+        _settings("dispatch", "--routing", found, last=["--tokens", "6,5"])
 
 
 @pytest.mark.parametrize("command", ["beside-gemm", "host"])

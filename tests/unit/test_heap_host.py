@@ -20,6 +20,7 @@ from triton_ep.distributed import current_heap, finalize_distributed
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.base import SymmTensor
 from triton_ep.heap.host import HostHeap
+from triton_ep.runtime.environment import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., list[Any]]
@@ -155,6 +156,8 @@ def _exhaust(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
         with pytest.raises(HeapError) as caught:
             heap.alloc([nbytes], torch.uint8)
         messages.append(str(caught.value))
+    with pytest.raises(HeapError, match=r"takes 65537 GiB, and none has more than 65536\. .* smaller max_tokens"):
+        heap.alloc([MOST_BYTES + 1], torch.uint8)
     with pytest.raises(HeapError) as caught:
         heap.alloc([64 + rank], torch.uint8)
     messages.append(str(caught.value))

@@ -86,6 +86,15 @@ def test_a_folder_on_the_path_serves_both_packages(tmp_path: Path, capsys: pytes
     assert "--serve got 'deepep'" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path through a file ends with its name and a remedy, not with a traceback."""
+    (tmp_path / "file").write_text("")
+    assert main(["shim", str(tmp_path / "file" / "shim")]) == 1
+    told = capsys.readouterr().err
+    assert "InputError" in told and f"{tmp_path}/file/shim/deep_ep/__init__.py cannot be written" in told
+    assert "Name another path" in told
+
+
 def test_plugins_give_way_to_an_installed_deep_ep(tmp_path: Path) -> None:
     """With DeepEP's own package on the path plugins change nothing; without it they serve this package's."""
     (tmp_path / "deep_ep.py").write_text("")

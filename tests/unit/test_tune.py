@@ -393,6 +393,13 @@ def test_an_unreadable_table_is_refused_first(tmp_path: Path, capsys: pytest.Cap
     assert f"{path}:1: this is no TOML" in capsys.readouterr().err and path.read_text() == "not a table"
 
 
+def test_a_table_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the path of `--out` cannot be written, nothing is measured."""
+    (tmp_path / "file").write_text("")
+    assert main(["tune", "--out", str(tmp_path / "file" / "tuned.toml"), "--commit", "abc"]) == 1
+    assert f"{tmp_path}/file/tuned.toml cannot be written" in capsys.readouterr().err
+
+
 def test_doctor_names_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor shows each table's number of entries for this machine; a malformed table is a problem."""
     path = tmp_path / "mine.toml"

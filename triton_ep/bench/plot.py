@@ -15,6 +15,7 @@ from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.settings import check_routing
 from triton_ep.bench.timing import Span
 from triton_ep.errors import ConfigError, EPError, InputError
+from triton_ep.runtime.files import cannot_write, check_writable
 
 _OPS = ("dispatch", "combine", "roundtrip", "low_latency")
 _SETTING = ("gpu", "ranks", "nodes", "hidden", "topk", "experts", "routing")
@@ -51,11 +52,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def check_picture(out: Path) -> None:
-    """Raise if the picture cannot be drawn: EPError without matplotlib, ConfigError for another file type."""
+    """Raise if the picture cannot be drawn: EPError without matplotlib, ConfigError for another file type, InputError
+    for a path that cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
     if out.suffix not in (".png", ".svg"):
         raise ConfigError(f"{out} is no supported picture file: name a .png or .svg file.")
+    check_writable(out)
 
 
 def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:
@@ -276,4 +279,4 @@ def _figure(out: Path, width: float, height: float) -> Iterator[Any]:
             out.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out, dpi=120, metadata={"Date": None} if out.suffix == ".svg" else None)
         except OSError as error:
-            raise InputError(f"the picture {out} cannot be written: {error}. Name another file.") from error
+            raise cannot_write(out, error) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from triton_ep.bench.settings import Shape, check_routing
+from triton_ep.bench.settings import Settings, Shape, check_routing
 from triton_ep.config import Topology
 from triton_ep.errors import InputError
 
@@ -51,7 +51,7 @@ def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]
     """
     place = Path(path)
     if place.suffix not in (".pt", ".npy") or not place.is_file():
-        raise InputError(f"--routing file:{path} names no .pt or .npy file.")
+        raise InputError(f"--routing file:{path} names no .pt or .npy file. Pass the path of a file that exists.")
     try:
         if place.suffix == ".npy":
             import numpy
@@ -112,6 +112,14 @@ def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> lis
         else:
             routings.append([uniform_idx(r, *sizes, seed + number) for r in range(num_ranks)])
     return routings
+
+
+def check_file(settings: Settings) -> None:
+    """Raise InputError, as `read_idx`, if the routing of a run is a file that does not fit every shape."""
+    kind, _, path = settings.routing.partition(":")
+    if kind == "file" and settings.routed:
+        for shape in settings.shapes:
+            read_idx(path, shape, settings.ranks)
 
 
 @dataclass(frozen=True)

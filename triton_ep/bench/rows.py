@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError
+from triton_ep.runtime.files import cannot_write, check_writable
 from triton_ep.runtime.machine import inspect_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,24 +87,53 @@ def make_row(values: Mapping[str, object]) -> Row:
     return {name: str(values.get(name, "")) for name in COLUMNS}
 
 
+def check_file(path: Path) -> None:
+    """Raise InputError unless `append_rows` can append to the file, or create it."""
+    check_writable(path)
+    _header_of(path)
+
+
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append to the file; create it, with its folder and header, if it does not exist.
 
     A file of an earlier version is rewritten with the columns that it lacks.
 
     Raises:
-        InputError: the file cannot be written, or has other columns.
+        InputError: the file has other columns, or cannot be written.
     """
     header = _header_of(path)
-    if header == _BEFORE:
-        old = read_rows(path)
-        path.unlink()
-        append_rows(path, old)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if header is None:
-            writer.writeheader()
-        writer.writerows(rows)
+    try:
+        if header == _BEFORE:
+            old = read_rows(path)
+            path.unlink()
+            append_rows(path, old)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if header is None:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _header_of(path: Path) -> list[str] | None:
+    """The columns of a file; None: it does not exist, or is empty.
+
+    Raises:
+        InputError: rows have other columns, or the file cannot be read.
+    """
+    try:
+        if not path.exists() or not path.stat().st_size:
+            return None
+        with path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as rows of a benchmark: {error}. Name another file.") from error
+    if header not in (COLUMNS, _BEFORE):
+        shown = str(header)[:200]
+        raise InputError(f"{path} has the columns {shown}, rows of this version have {COLUMNS}. Name another file.")
+    return header
 
 
 def check_file(path: Path) -> None:

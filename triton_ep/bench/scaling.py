@@ -15,6 +15,7 @@ from typing import Any
 from triton_ep.bench.model import Machine, Workload, predict_combine, predict_dispatch
 from triton_ep.bench.settings import parse_numbers
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.runtime.files import check_writable
 
 _MOST_PER_HOST = 8  # a stored row of several nodes with at most this many ranks has virtual nodes
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048"
@@ -165,6 +166,7 @@ def main(arguments: argparse.Namespace) -> None:
             text = page.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{page} cannot be read as text: {error}.") from error
+        check_writable(page)
         page.write_text(updated(text), encoding="utf-8")
         return
     rows, notes = tables(arguments)

@@ -162,6 +162,11 @@ class Settings:
         return found
 
     @property
+    def routed(self) -> bool:
+        """Whether the command sends tokens to experts."""
+        return self.command not in ("barrier", "quantise")
+
+    @property
     def low_latency(self) -> bool:
         """Whether the layer uses its low-latency path."""
         return self.command == "low-latency" or self.decode or self.few_tokens
@@ -169,10 +174,10 @@ class Settings:
     def _uses_num_sm(self, provider: str) -> bool:
         if provider == "deep_ep":
             return self.decode or not self.low_latency
-        return provider == "triton_ep" and not self.low_latency and self.command not in ("barrier", "quantise")
+        return provider == "triton_ep" and not self.low_latency and self.routed
 
     def check(self) -> None:
-        """Raise ConfigError, naming the option, if the run cannot work."""
+        """Raise ConfigError, naming the option or the shape, if the run cannot work. Reads no file."""
         check_routing(self.routing, self.seed)
         if self.warmup < 0:
             raise ConfigError(f"--warmup is {self.warmup}; 0 calls or more are needed.")
@@ -188,7 +193,7 @@ class Settings:
             sizes = (shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn)
             if min(sizes) < 1 or max(sizes) > _MOST:
                 raise ConfigError(f"every size of a shape must be at least 1 and at most {_MOST}: {shape}.")
-            if shape.experts % self.ranks and self.command not in ("barrier", "quantise"):
+            if shape.experts % self.ranks and self.routed:
                 raise ConfigError(f"{shape.experts} experts cannot be shared evenly by {self.ranks} ranks.")
             if shape.topk > shape.experts:
                 raise ConfigError(f"--topk {shape.topk} exceeds the {shape.experts} experts.")
@@ -217,31 +222,40 @@ class Settings:
             raise ConfigError("moe-layer measures triton_ep.nn.MoE, which aligns rows to 128 and combines locally.")
         if self.backward and self.command != "moe-layer":
             raise ConfigError("--backward is an option of moe-layer.")
-        if "triton_ep" in self.providers and self.command not in ("barrier", "quantise"):
+        if self.routed and "triton_ep" in self.providers:
             self._check_layers()
 
     def _check_layers(self) -> None:
-        """Raise ConfigError if a layer of these sizes cannot be created."""
-        from triton_ep.config import EPConfig
+        """Raise ConfigError if a layer of the run would be refused: by the limits of the layer itself."""
+        from triton_ep.config import EPConfig  # imports torch
 
-        # Without a number of ranks per node, hosts may have fewer than all ranks: sizes alone are checked.
-        for shape in self.shapes:
-            for num_sm in self.num_sm:
+        for case in self.cases():
+            if case.provider != "triton_ep":
+                continue
+            shape, static = case.shape, case.capacity == "static"
+            try:
                 EPConfig(
-                    max_tokens=shape.tokens,
-                    hidden=shape.hidden,
-                    topk=shape.topk,
-                    num_experts=shape.experts,
+                    shape.tokens,
+                    shape.hidden,
+                    shape.topk,
+                    shape.experts,
                     rank=0,
                     world_size=self.ranks,
-                    local_world_size=self.local_world_size or self.ranks,
+                    # A low-latency layer over several nodes is a row with a reason to skip it.
+                    local_world_size=self.ranks if self.low_latency else self.local_world_size or self.ranks,
                     alignment=self.alignment,
-                    # The capacity follows from the routing; a low-latency layer needs one.
-                    recv_capacity=1 if self.low_latency else None,
-                    num_sm=max(num_sm, 1),
+                    recv_capacity=shape.tokens * shape.topk if static else None,
+                    num_sm=max(case.num_sm, 1),
                     sm_budget=self.sm_budget,
+                    enable_local_combine=self.local_combine,
+                    payload="mxfp8" if case.payload == "mxfp8" else None,
                     low_latency=self.low_latency,
                 )
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{self.command} cannot create a layer for {shape} over {self.ranks} ranks: {error} Pass other "
+                    "sizes, or another command."
+                ) from error
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bench == "model":
         scaling.main(arguments)
         return 0
-    from triton_ep.bench import plot
+    from triton_ep.bench import plot, rows
     from triton_ep.runtime import launch as runtime  # before torch's Triton: decides whether kernels are interpreted
 
     if arguments.bench == "plot":
@@ -161,13 +161,14 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         gpus = torch.cuda.device_count()
-    # Fail now, not after the measurement.
-    for picture in (arguments.plot, arguments.timeline):
-        if picture is not None:
-            plot.check_picture(Path(picture))
-    if arguments.csv is not None:
-        check_file(Path(arguments.csv))
-    launched = read_environment().world_size
+    environment = read_environment()
+    if environment.rank in (None, 0):  # rank 0 writes the files: fail now, not after the measurement
+        for picture in (arguments.plot, arguments.timeline):
+            if picture is not None:
+                plot.check_picture(Path(picture))
+        if arguments.csv is not None:
+            rows.check_file(Path(arguments.csv))
+    launched = environment.world_size
     if launched is not None and arguments.ranks not in (None, launched):
         raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")
     settings = settings_of(arguments, launched or gpus or 4, interpreting=runtime.INTERPRETING)
@@ -184,8 +185,10 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     """Convert the arguments to settings of a run; ranks: number of ranks unless the arguments give it.
 
     Raises:
-        ConfigError: the settings cannot work.
+        ConfigError: the settings cannot work. InputError: nor can the file of the routing.
     """
+    from triton_ep.bench import routing  # imports torch
+
     a = arguments
     command = a.bench
     shapes = _shapes(a, interpreting)
@@ -237,6 +240,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         timeline=a.timeline,
     )
     settings.check()
+    routing.check_file(settings)
     return settings
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from triton_ep.errors import ConfigError, InputError
+from triton_ep.errors import ConfigError
+from triton_ep.runtime.files import cannot_write
 
 EXAMPLES = (
     "triton-ep shim ~/triton-ep-shim",
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             package.parent.mkdir(parents=True, exist_ok=True)
             package.write_text(_text_of(name))
         except OSError as error:
-            raise InputError(f"{package} cannot be written: {error}. Name another folder.") from error
+            raise cannot_write(package, error) from error
         print(f"wrote {package}")
     print(f"next: export PYTHONPATH={arguments.folder.resolve()}${{PYTHONPATH:+:$PYTHONPATH}}")
     return 0

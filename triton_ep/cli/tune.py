@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from triton_ep.bench import settings as bench
 from triton_ep.cli.bench import settings_of
 from triton_ep.errors import ConfigError
+from triton_ep.runtime.files import check_writable
 from triton_ep.runtime.tuned.table import read_table
 
 if TYPE_CHECKING:
@@ -58,9 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         gpus = torch.cuda.device_count()
-    if arguments.out is not None and Path(arguments.out).exists():
-        read_table(Path(arguments.out))  # fail now, not after the measurement
-    launched = read_environment().world_size
+    environment = read_environment()
+    if arguments.out is not None and environment.rank in (None, 0):  # fail now, not after the measurement
+        check_writable(Path(arguments.out))
+        if Path(arguments.out).exists():
+            read_table(Path(arguments.out))
+    launched = environment.world_size
     if launched is not None and arguments.ranks not in (None, launched):
         raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")
     request = request_of(arguments, launched or gpus or 4, interpreting=runtime.INTERPRETING)

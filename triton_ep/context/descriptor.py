@@ -131,7 +131,11 @@ class EPAllToAllLayoutDesc:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """[1] int32, rows, padding included, that did not fit a static capacity on this rank; 0 = none."""
+        """[1] int32, rows that did not fit a static capacity on this rank; 0 = none.
+
+        Padding rows of an alignment count, too: the last expert offset plus this number is the capacity that the
+        dispatch would have filled. `num_recv_tokens_per_expert` counts the rows that arrived, without padding.
+        """
         return self._part("overflow")
 
     @property

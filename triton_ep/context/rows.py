@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -66,15 +67,22 @@ class RowFormats:
         """float32 rows of up to `columns` elements, as many as fit into the rows of the buffers.
 
         Raises:
-            ConfigError: not even one fits.
+            ConfigError: not even one fits: one element of 2 bytes is too short. With local combine over several nodes
+                also up to 8 are, because a row of partial sums has then the dtype of rows, in multiples of 8 elements.
         """
         found = self._narrow.get(columns)
         if found is None:
             shape = narrow_shape(self.own.shape, columns)
             if shape is None:
+                least = next(each for each in count(self.own.hidden + 1) if self._carries(each))
                 raise ConfigError(
-                    f"rows of {self.own.hidden} {self.own.dtype} are too short to carry gradients of routing weights. "
-                    "Use a larger hidden size, or float32 rows."
+                    f"rows of {self.own.hidden} {self.own.dtype} are too short to carry a float32, such as a gradient "
+                    f"of a routing weight, through the buffers of this layer. Make it with hidden={least} or more, or "
+                    "with float32 rows."
                 )
             found = self._narrow[columns] = RowFormat(shape, torch.float32)
         return found
+
+    def _carries(self, hidden: int) -> bool:
+        """Whether rows of `hidden` elements could carry a float32."""
+        return narrow_shape(replace(self.own.shape, hidden=hidden), 1) is not None

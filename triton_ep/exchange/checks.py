@@ -331,12 +331,15 @@ def check_combine_buffer(cfg: EPConfig, num_rows: object, room: int) -> int:
             f"combine_buffer is for layers that publish every row, but with {option}=True combine sums the rows of a "
             "token before it stores them. Pass expert outputs to combine, or make the layer without."
         )
-    number = _up_to(room, num_rows)
-    if number is None:
+    number, most = _up_to(MOST_ROWS, num_rows), cfg.world_size * cfg.max_tokens
+    if number is None or number > room:
+        # An exact dispatch has made room for its rows, one with num_rows for all rows that can arrive.
+        beyond = number is not None and number > most and cfg.recv_capacity is None and cfg.payload is None
         raise InputError(
             f"combine_buffer was asked for {num_rows!r} rows, the layer has {room}. Pass num_recv_rows of the "
-            "descriptor that will be combined, and call it after that dispatch. A compact dispatch with num_rows above "
-            f"{room} returns more rows than can arrive: lower num_rows, or pass the expert outputs to combine."
+            "descriptor that will be combined, and call it after that dispatch."
+            + f" After dispatch_compact with num_rows above {most}, the most rows that can arrive, there is no such "
+            f"buffer: pass num_rows={most}, or give combine a tensor of your own." * beyond
         )
     return number
 

@@ -64,7 +64,7 @@ def to_slots(
     Returns [T, K] float32; a dropped entry gets zero.
 
     Raises:
-        ConfigError: rows of the layer are shorter than one float32.
+        ConfigError: rows of the layer are too short for a float32 (`RowFormats.narrow`).
     """
 
     if slots is None:

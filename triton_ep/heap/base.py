@@ -340,8 +340,11 @@ class SymmetricHeap(ABC):
             else ""
         )
         remedy = self.remedy.format(gib=needed)
-        if needed * 2**30 > MOST_BYTES:
-            remedy = f"A heap has at most {MOST_BYTES} bytes (64T): create layers with fewer tokens or ranks."
+        if needed > MOST_BYTES // 2**30:
+            remedy = (
+                f"Such a heap takes {needed} GiB, and none has more than {MOST_BYTES // 2**30}. Create layers with a "
+                "smaller max_tokens, hidden or capacity."
+            )
         return HeapError(
             f"no room for {nbytes} bytes of symmetric memory on rank {piece.rank}: {piece.free} of {piece.size} bytes "
             f"are free in one piece.{held} {remedy}"

@@ -289,8 +289,8 @@ class MoE(nn.Module):
 
     @property
     def overflow_total(self) -> int:
-        """Rows that did not fit the capacity on this rank, over all passes of all modules that share the exchange and
-        all replays of CUDA graphs; 0 without a capacity. Waits for the current stream."""
+        """Rows that did not fit the capacity on this rank, padding rows included, over all passes of all modules that
+        share the exchange and all replays of CUDA graphs; 0 without a capacity. Waits for the current stream."""
         return self.exchange.overflow_total
 
     def check(self) -> None:

@@ -60,7 +60,7 @@ def combine_columns(
     are ignored.
 
     Raises:
-        ConfigError: rows of the layer are shorter than one float32.
+        ConfigError: rows of the layer are too short for a float32 (`RowFormats.narrow`).
     """
     topk = ctx.config.topk
     fmt = ctx.rows.narrow(topk)

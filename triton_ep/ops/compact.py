@@ -114,7 +114,7 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
     the token has the value and the other rows have zero, so the sum is exact.
 
     Raises:
-        ConfigError: rows of the layer are shorter than one float32.
+        ConfigError: rows of the layer are too short for a float32 (`RowFormats.narrow`).
     """
 
     def columns(fmt: RowFormat, first: int) -> torch.Tensor:

@@ -178,7 +178,7 @@ class HybridEPBuffer:
             tokens_per_expert [e] int64, handle). Rows are ordered by expert, source rank, token. tokens_per_expert
             counts padding rows as well; it is on the device if `non_blocking`, else on the host. With a budget, rows
             past the last expert's are undefined, with probability zero; rows that do not fit are dropped, and
-            handle[-1], int32 [1] on the device, counts them (not zero = overflow).
+            handle[-1], int32 [1] on the device, counts them and their padding (not zero = overflow).
 
         Raises:
             InputError: an argument does not fit, before any row is sent.

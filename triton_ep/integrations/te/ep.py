@@ -354,8 +354,9 @@ def _check_overflow(buffer: EpBuffer, desc: EPAllToAllLayoutDesc) -> None:
         return
     lost = int(desc.overflow)
     if lost:
+        padding = ", padding included," if buffer.alignment > 1 else ""
         raise CapacityError(
-            f"ep_dispatch: {lost} rows exceed the {buffer.recv_capacity_per_rank} of recv_capacity_per_rank. "
+            f"ep_dispatch: {lost} rows{padding} exceed the {buffer.recv_capacity_per_rank} of recv_capacity_per_rank. "
             "Raise it, or pass drop_on_overflow=True to ep_bootstrap."
         )
 

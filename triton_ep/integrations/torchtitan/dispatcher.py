@@ -42,7 +42,8 @@ class TokenDispatch:
         pad_multiple: every expert's rows start at a multiple of it; None = 1.
         non_blocking_capacity_factor: None: R is the number of rows received; the host waits for it. f: R is the
             fraction f of the most rows that can arrive, num_max_tokens_per_rank * ranks * min(top_k, e), rounded up
-            to pad_multiple; the host does not wait, and rows that do not fit are dropped and counted in `overflow`.
+            to pad_multiple; the host does not wait, and rows that do not fit are dropped and counted, with their
+            padding, in `overflow`.
         payload: None, or "mxfp8" for rows in MXFP8 on the wire, both ways; rows then arrive as an `MXTensor`.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`; None: as tuned, and ranks per node of the job.
     """
