@@ -47,24 +47,6 @@ def test_calls_that_cut_a_graph_of_autograd_say_so_once(run_ranks, nodes, ranks_
     run_ranks(_check_gradients, nodes, ranks_per_node)
 
 
-def _check_padding(rank: int, nodes: int, ranks_per_node: int) -> None:
-    case = Case("padding", tokens=(6,), hidden=32, static=True, alignment=16)
-    works = workloads(case, nodes * ranks_per_node, 0)
-    with make_layer(case, rank, nodes, ranks_per_node, capacity=5) as layer:
-        start_dispatch(layer, case, works)
-        with pytest.warns(UserWarning, match="in all, padding to alignment=16 included, and were left out"):
-            layer.check()
-
-
-@pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
-def test_a_warning_of_overflow_says_that_it_counts_padding(run_ranks, backend, nodes, ranks_per_node):
-    """Where segments are aligned to more than one row."""
-    if backend != "host":
-        pytest.skip("the text is the same on GPUs, where rows must be copied first")
-    run_ranks(_check_padding, nodes, ranks_per_node)
-
-
 def _check_overflow(rank: int, nodes: int, ranks_per_node: int, low_latency: bool) -> None:
     case = Case("overflow", tokens=(6,), hidden=32, static=True, low_latency=low_latency)
     works = workloads(case, nodes * ranks_per_node, 0)

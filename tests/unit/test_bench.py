@@ -551,34 +551,6 @@ def test_picture_of_stored_rows(tmp_path: Path) -> None:
         cli.run(parser.parse_args([*words, "--where", "ranks=8"]))
 
 
-def test_rows_that_cannot_be_written_are_refused_early(tmp_path: Path) -> None:
-    """Refused before ranks start: a path below a file, a folder, a file with other columns. A good path stays free."""
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    other = tmp_path / "other.csv"
-    other.write_text("a,b\n1,2\n")
-    for path, match in ((other / "rows.csv", "cannot be written"), (tmp_path, "cannot be written"), (other, "columns")):
-        with pytest.raises(InputError, match=match):
-            cli.run(parser.parse_args(["dispatch", *TINY, "--csv", str(path)]))
-    rows.check_file(tmp_path / "new" / "rows.csv")
-    assert not (tmp_path / "new" / "rows.csv").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["dispatch", "--topk", "64", "--experts", "256"], "topk 64 exceeds 32"),
-        (["low-latency", "--tokens", "2000"], "max_tokens up to 1024, got 2000"),
-        (["roundtrip", "--num-sm", "8,2000"], "num_sm 2000 exceeds 1024"),
-        (["dispatch", "--routing", "file:/nope.pt"], "file:/nope.pt names no file"),
-    ],
-)
-def test_sizes_that_no_layer_takes_are_refused_early(words: list[str], match: str) -> None:
-    """Refused with the limits of the layer, before ranks start."""
-    with pytest.raises(ConfigError, match=match):
-        _settings(words[0], last=words[1:])
-
-
 def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is measured: another file type, or no matplotlib; the message says what to install."""
     parser = argparse.ArgumentParser()

@@ -161,8 +161,6 @@ def _exhaust(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
     with pytest.raises(HeapError) as caught:
         heap.alloc([64 + rank], torch.uint8)
     messages.append(str(caught.value))
-    with pytest.raises(HeapError, match=rf"on rank 0.* A heap has at most {2**46} bytes \(64T\): create layers with"):
-        heap.alloc([2**47], torch.uint8)
     with pytest.raises(HeapError, match=r"shape \[4, -1\]"):
         heap.alloc([4, -1], torch.uint8)
     small = heap.alloc([5], torch.int64)

@@ -136,32 +136,6 @@ def _header_of(path: Path) -> list[str] | None:
     return header
 
 
-def check_file(path: Path) -> None:
-    """Raise InputError unless rows can be appended to the file. Creates its folder, but no file."""
-    existed = path.exists()
-    _header_of(path)
-    if not existed:
-        path.unlink(missing_ok=True)
-
-
-def _header_of(path: Path) -> list[str] | None:
-    """The columns of a file to which rows can be appended; None: it is empty, and was created if it did not exist.
-
-    Raises:
-        InputError: as `append_rows`.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", newline="", encoding="utf-8") as file:
-            file.seek(0)
-            header = next(csv.reader(file), None)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"rows cannot be written to {path}: {error}. Name another file.") from error
-    if header not in (None, COLUMNS, _BEFORE):
-        raise InputError(f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file.")
-    return header
-
-
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file.
 

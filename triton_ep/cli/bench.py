@@ -150,7 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
         plot.main(arguments)
         print(f"drawn: {arguments.out}")
         return 0
-    from triton_ep.bench.rows import check_file
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all
     from triton_ep.distributed import run_ranks
