@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.distributed import current_heap
-from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.reference import compact as reference
@@ -348,6 +348,26 @@ def _check_budget(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_a_number_of_sms_is_a_budget(run_ranks):
     """After `set_num_sms`, layers are created with a budget, and compute the same."""
     run_ranks(_check_budget, 1, 2)
+
+
+def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
+    buffer, device = make_buffer(), current_heap().device
+    last = rank == nodes * ranks_per_node - 1
+    for batch in (1, 2):  # the other rank needs a larger layer for the last one
+        work = works_of(nodes * ranks_per_node, batch)[rank]
+        x, idx = work.x.to(device), work.topk_idx.to(device)
+        counts = torch.zeros(EXPERTS * buffer.group_size, dtype=torch.int32, device=device)
+        for wrong in (idx.float(), idx.t().contiguous().t()):
+            with pytest.raises(InputError if last else PeerFailed, match=r"topk_idx must be|rejected its arguments"):
+                buffer.dispatch(x, topk_idx=wrong if last else idx, num_tokens_per_expert=counts)
+        _combine(buffer, rank, _dispatch(buffer, rank, batch, False), False)
+    door.release()
+
+
+@pytest.mark.plain
+def test_other_ranks_learn_of_a_refusal(run_ranks):
+    """Ids that the buffer refuses on one rank raise PeerFailed on the others; the buffer serves the next call."""
+    run_ranks(_check_refusals, 1, 2)
 
 
 def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.distributed import current_heap
-from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.reference import compact as compact_reference
@@ -281,7 +281,6 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     stats = torch.zeros(EXPERTS + 1, dtype=torch.int32, device=x.device)
     for wrong, message in (
         ({**arguments, "num_experts": None}, "num_experts"),
-        ({**arguments, "num_max_tokens_per_rank": 4}, "tokens were given.*is 4") if rank != 1 else ({}, ""),
         ({"x": x, **by_handle, "topk_idx": arguments["topk_idx"]}, "handle and topk_idx"),
         ({"x": x, **by_handle, "do_cpu_sync": True}, "do_cpu_sync"),
         ({"x": x, **by_handle, "do_expand": False}, "do_expand is False.*True"),
@@ -292,9 +291,8 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({**arguments, "cumulative_local_expert_recv_stats": stats[1:].float()}, "recv_stats.*int32, got.*float32"),
         ({"x": x, **by_handle, "cumulative_local_expert_recv_stats": stats}, r"recv_stats must be \[2\]"),
     ):
-        if wrong:
-            with pytest.raises(InputError, match=message):
-                buffer.dispatch(**wrong)
+        with pytest.raises(InputError, match=message):
+            buffer.dispatch(**wrong)
     with pytest.raises(InputError, match=r"topk_weights must be \[\d+\]"):
         buffer.combine(recv_x, handle, topk_weights=torch.ones(1 + len(recv_x), device=x.device))
     with pytest.raises(StaleHandleError, match="tuple"):
@@ -313,3 +311,40 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
     """Arguments that contradict each other or a handle; calls that move no expert rows."""
     run_ranks(_check_mistakes, nodes, ranks_per_node)
+
+
+def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks = nodes * ranks_per_node
+    buffer = door.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
+    routing = _Routing.of(rank, ranks, TOKENS)
+    refused = f"rank {ranks - 1} rejected its arguments"
+    for do_expand in (False, True):
+        arguments = routing.arguments(do_expand)
+        x, idx = arguments["x"], arguments["topk_idx"]
+        many = {"x": x.new_zeros(MOST + 1, HIDDEN), "topk_idx": idx.new_zeros(MOST + 1, TOPK), "topk_weights": None}
+        for wrong, message in (
+            (many, f"{MOST + 1} tokens were given.*is {MOST}"),
+            ({"topk_idx": idx.float()}, "topk_idx must be .* int64 or int32"),
+            ({"cumulative_local_expert_recv_stats": idx}, "recv_stats"),
+        ):
+            for order in ({}, {"async_with_compute_stream": True}):
+                last = rank == ranks - 1
+                with pytest.raises(InputError if last else PeerFailed, match=message if last else refused):
+                    buffer.dispatch(**{**arguments, **order, **(wrong if last else {})})
+        for sync in (False, True):  # where no host waits, the others learn it from check, and the layer stays usable
+            if not sync and rank == ranks - 1:
+                with pytest.raises(InputError, match="topk_idx must be"):
+                    buffer.dispatch(**{**arguments, "topk_idx": idx.float()}, do_cpu_sync=False)
+            elif not sync:
+                *_, handle, _ = buffer.dispatch(**arguments, do_cpu_sync=False)
+                with pytest.raises(PeerFailed, match=refused):
+                    handle.layer.check()
+            recv_x, _, weights, handle, _ = buffer.dispatch(**arguments, do_cpu_sync=sync)
+            _check_sums(buffer, routing, handle, recv_x, weights)
+    door.release()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [pytest.param(1, 2, marks=pytest.mark.plain), (2, 1)])
+def test_other_ranks_learn_of_a_refusal(run_ranks, nodes, ranks_per_node):
+    """Arguments that the buffer refuses on one rank raise PeerFailed on the others; the buffer serves the next call."""
+    run_ranks(_check_refusals, nodes, ranks_per_node)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton_ep.integrations.te as te
 from triton_ep import MXTensor
 from triton_ep.distributed import current_heap
-from triton_ep.errors import CapacityError, ConfigError, InputError
+from triton_ep.errors import CapacityError, ConfigError, InputError, PeerFailed
 from triton_ep.integrations.te import symmetric
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.reference import mxfp8 as mxfp8_reference
@@ -203,6 +203,9 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
             te.ep_dispatch(buffer, x, idx, weights, recv_tokens=x.float())
         with pytest.raises(InputError, match=r"recv_topk_weights is \[3, 2\]"):
             te.ep_dispatch(buffer, x, idx, weights, recv_topk_weights=weights)
+        # A mistake of one rank is reported to the others.
+        with pytest.raises(InputError if rank else PeerFailed, match=r"must be float32|rank 1 rejected its arguments"):
+            te.ep_dispatch(buffer, x, idx, weights.double() if rank else weights)
         quantising = _buffer(dispatch_fwd_quant_recipe=te.MXFP8BlockScaling())
         with pytest.raises(InputError, match="recv_tokens cannot hold them"):
             te.ep_dispatch(quantising, x, idx, weights, recv_tokens=x)

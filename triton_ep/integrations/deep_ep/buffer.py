@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,15 @@ from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import RecvHook
-from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import (
+    CapacityError,
+    ConfigError,
+    FinalizedError,
+    InputError,
+    PeerFailed,
+    StaleHandleError,
+    WaitTimeout,
+)
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
@@ -318,7 +327,13 @@ class Buffer:
         """`dispatch` without counts: the rows and the handle. `scale` of the rows has the format given, or is None."""
         self._check_open()
         pair = self._check_rows(x)
-        check_ids(topk_idx)
+        refused: InputError | None = None
+        try:
+            check_ids(topk_idx)
+        except InputError as error:
+            if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
+                raise
+            refused = error  # the layer of the call is known, so the other ranks can be told
         num_sm = Buffer.num_sms if config is None else _config(config).num_sms
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         data = x if pair is None else pair.data
@@ -333,6 +348,9 @@ class Buffer:
         while True:
             self._latest = layer
             try:
+                if refused is not None:
+                    _report_refusal(layer, pair, num_rows)
+                    raise refused
                 if pair is None:
                     rows = layer.dispatch_compact(x, topk_idx, topk_weights, num_rows=num_rows, **order)
                 else:
@@ -780,6 +798,18 @@ def _same(one: Any, other: Any) -> bool:
         isinstance(one, torch.Tensor)
         and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
     )
+
+
+def _report_refusal(layer: EPAll2AllLayer, pair: QuantizedRows | None, num_rows: int | None) -> None:
+    """Report to the other ranks that this rank refused a dispatch.
+
+    Raises:
+        CapacityError: another rank needs a larger layer; on all ranks, which then repeat the dispatch with it.
+    """
+    nothing = cast(Any, None)  # the layer refuses nothing, and reports that
+    scale = None if pair is None else pair.scales
+    with contextlib.suppress(InputError, PeerFailed, WaitTimeout):  # the caller raises the cause
+        layer.dispatch_compact(nothing, nothing, scale=scale, num_rows=num_rows)
 
 
 def _config(given: Any) -> Config:

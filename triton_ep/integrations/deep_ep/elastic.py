@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.choice import choose, default_num_sm
 from triton_ep.context.overlap import EPEvent
 from triton_ep.distributed import check_group
-from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError, EPError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange.slots import to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids
@@ -332,13 +333,18 @@ class ElasticBuffer:
             (recv, ids, weights), event = self._run(layer, again, tensors, async_with_compute_stream)
             return recv, ids, weights, handle, to_overlap(event)
         modes = do_expand, do_cpu_sync is not False, check.flag("do_handle_copy", do_handle_copy)
-        call = self._call(topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, modes)
-        stats = self._stats(cumulative_local_expert_recv_stats, call.num_experts)
-        if rows.sent.hidden.shape[0] > call.max_tokens:
-            raise InputError(
-                f"{rows.sent.hidden.shape[0]} tokens were given, but num_max_tokens_per_rank is {call.max_tokens}. "
-                "Raise it on all ranks, in the call or in the buffer."
-            )
+        sizes = num_experts, num_max_tokens_per_rank, expert_alignment, num_sms
+        try:
+            call = self._call(topk_idx, *sizes, modes)
+            stats = self._stats(cumulative_local_expert_recv_stats, call.num_experts)
+            if rows.sent.hidden.shape[0] > call.max_tokens:
+                raise InputError(
+                    f"{rows.sent.hidden.shape[0]} tokens were given, but num_max_tokens_per_rank is {call.max_tokens}. "
+                    "Raise it on all ranks, in the call or in the buffer."
+                )
+        except InputError:
+            self._refuse(rows, topk_idx, sizes, modes, async_with_compute_stream is True)
+            raise
         layer = self._layer(rows, call)
 
         def send() -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle]:
@@ -433,6 +439,35 @@ class ElasticBuffer:
             *modes,
         )
 
+    def _refuse(
+        self,
+        rows: ElasticRows,
+        topk_idx: Any,
+        sizes: tuple[Any, Any, Any, Any],
+        modes: tuple[bool, bool, bool],
+        asynchronous: bool,
+    ) -> None:
+        """Report to the other ranks that this rank refused a dispatch, if its arguments tell the layer of the call.
+
+        sizes: arguments of `_call` between ids and modes.
+        """
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
+            return
+        scales, nothing = rows.sent.scales, cast(Any, None)  # the layer refuses nothing, and reports that
+
+        def refuse() -> None:
+            if not call.do_expand:
+                layer.dispatch_compact(nothing, nothing, scale=scales, num_rows=self._compact_rows(call))
+            elif scales is None:
+                layer.dispatch(nothing, nothing)
+            else:
+                layer.dispatch_scaled(nothing, scales, nothing)
+
+        with contextlib.suppress(EPError):  # the caller raises the cause
+            call = self._call(topk_idx.new_empty(topk_idx.shape, dtype=torch.int32), *sizes, modes)
+            layer = self._layer(rows, call)
+            self._run(layer, refuse, (), asynchronous)
+
     def _stats(self, stats: Any, num_experts: int) -> torch.Tensor | None:
         """The argument `cumulative_local_expert_recv_stats`: [e] int32, or None."""
         if stats is None:
@@ -472,6 +507,10 @@ class ElasticBuffer:
         local = self.allow_multiple_reduction
         return sizes._replace(alignment=call.alignment, capacity=capacity, enable_local_combine=local)
 
+    def _compact_rows(self, call: _Call) -> int | None:
+        """Number of compact rows that a dispatch returns; None: those that arrive."""
+        return None if call.do_cpu_sync else self.num_ranks * call.max_tokens
+
     def _most_rows(self, call: _Call) -> int:
         """Most expanded rows that can arrive, padding included."""
         experts, align = call.num_experts // self.num_ranks, call.alignment
@@ -486,8 +525,7 @@ class ElasticBuffer:
         weights: torch.Tensor | None,
         column_major: bool,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle]:
-        num_rows = None if call.do_cpu_sync else self.num_ranks * call.max_tokens
-        sent = rows.sent
+        sent, num_rows = rows.sent, self._compact_rows(call)
         recv = layer.dispatch_compact(sent.hidden, call.topk_idx, weights, scale=sent.scales, num_rows=num_rows)
         counts = recv.num_recv_tokens_per_expert
         made = self._handle(layer, call, recv.layout_desc, None, None if counts is None else _rounded(counts, call))

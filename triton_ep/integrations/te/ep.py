@@ -7,6 +7,7 @@ combine, so each micro-batch in flight needs one. Buffers with equal options sha
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
-from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
+from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
 from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
@@ -301,10 +302,38 @@ def ep_dispatch(
         Others: as `EPAll2AllLayer.dispatch`.
     """
     _check_buffer("ep_dispatch", buffer)
-    parts: list[tuple[str, Any]] = [("tokens", tokens), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
-    for name, given in parts:
-        if not isinstance(given, MXFP8TensorStorage):
-            check.tensor(name, given)
+    given = tokens, topk_idx, topk_weights
+    try:
+        _check_dispatch(buffer, given, recv_tokens, recv_topk_weights)
+    except InputError:
+        if not torch.compiler.is_compiling():
+            with contextlib.suppress(PeerFailed, WaitTimeout):  # the caller gets the cause
+                buffer._layer.refuse(combines=False)
+        raise
+    if tokens.dim() > 2:
+        tokens, topk_idx, topk_weights = (t.flatten(0, -2) for t in (tokens, topk_idx, topk_weights))
+    rows, weights, desc = autograd.dispatch(buffer._layer, tokens, topk_idx, topk_weights)
+    assert weights is not None, "weights were given"
+    with torch.no_grad():
+        offsets = desc.expert_offsets.to(torch.int64)
+        buffer.tokens_per_expert = offsets.diff()
+        buffer.total_recv_tokens = offsets[-1:] + desc.overflow
+    buffer._desc, buffer._topk_idx = desc, topk_idx
+    if not buffer.eager and not buffer.drop_on_overflow:
+        _check_overflow(buffer, desc)
+    if recv_tokens is not None:
+        rows = Into.apply(rows, room("recv_tokens", recv_tokens, rows.shape, rows.dtype))
+    if recv_topk_weights is not None:
+        weights = Into.apply(weights, room("recv_topk_weights", recv_topk_weights, weights.shape, weights.dtype))
+    return rows, weights, buffer.tokens_per_expert
+
+
+def _check_dispatch(buffer: EpBuffer, given: tuple[Any, Any, Any], recv_tokens: Any, recv_topk_weights: Any) -> None:
+    """Raise InputError unless these are arguments of `ep_dispatch`; given: tokens, ids, weights."""
+    tokens, topk_idx, topk_weights = given
+    for name, each in zip(("tokens", "topk_idx", "topk_weights"), given, strict=True):
+        if not isinstance(each, MXFP8TensorStorage):
+            check.tensor(name, each)
     if topk_weights.dtype != torch.float32:
         raise InputError(
             f"topk_weights must be float32; got dtype={topk_weights.dtype}. "
@@ -331,22 +360,6 @@ def ep_dispatch(
         room("recv_tokens", recv_tokens, (least, buffer.hidden_dim), buffer.payload_dtype)
     if recv_topk_weights is not None:
         room("recv_topk_weights", recv_topk_weights, (least,), torch.float32)
-    if tokens.dim() > 2:
-        tokens, topk_idx, topk_weights = (t.flatten(0, -2) for t in (tokens, topk_idx, topk_weights))
-    rows, weights, desc = autograd.dispatch(buffer._layer, tokens, topk_idx, topk_weights)
-    assert weights is not None, "weights were given"
-    with torch.no_grad():
-        offsets = desc.expert_offsets.to(torch.int64)
-        buffer.tokens_per_expert = offsets.diff()
-        buffer.total_recv_tokens = offsets[-1:] + desc.overflow
-    buffer._desc, buffer._topk_idx = desc, topk_idx
-    if not buffer.eager and not buffer.drop_on_overflow:
-        _check_overflow(buffer, desc)
-    if recv_tokens is not None:
-        rows = Into.apply(rows, room("recv_tokens", recv_tokens, rows.shape, rows.dtype))
-    if recv_topk_weights is not None:
-        weights = Into.apply(weights, room("recv_topk_weights", recv_topk_weights, weights.shape, weights.dtype))
-    return rows, weights, buffer.tokens_per_expert
 
 
 def _check_overflow(buffer: EpBuffer, desc: EPAllToAllLayoutDesc) -> None:
