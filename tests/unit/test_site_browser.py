@@ -1,6 +1,7 @@
 """The site in a browser at the width of a phone: opened, searched, clicked. `make site-test` installs the browser."""
 
 import importlib.util
+import itertools
 import shutil
 import threading
 from collections.abc import Iterator
@@ -55,37 +56,41 @@ def browser() -> Iterator[Any]:
         options.add_argument(option)
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     driver.set_page_load_timeout(LIMIT_S)
+    driver.command_executor.client_config.timeout = LIMIT_S  # of a request to chromedriver; 120 s otherwise
     yield driver
     driver.quit()
 
 
 def test_search_leads_to_a_page(browser: Any, address: str) -> None:
     """A word typed into the search has results, and a click on the first opens a page with the word."""
+    from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get(f"{address}/index.html")
     assert "triton_ep" in browser.title
     browser.find_element(By.CSS_SELECTOR, "label.md-header__button[for='__search']").click()
     field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
-    wait = WebDriverWait(browser, LIMIT_S)
+    # The next page may load, or the search close, between two commands.
+    gone = ElementNotInteractableException, StaleElementReferenceException
+    wait = WebDriverWait(browser, LIMIT_S, ignored_exceptions=gone)
     wait.until(lambda _: field.is_displayed())
-    # In one script, because results are redrawn while the index loads; repeated, because a word typed before the page
-    # listens, or a link that is redrawn while it is clicked, is lost.
-    search = """
-        const [field] = arguments, link = document.querySelector('a.md-search-result__link')
-        if (link) return link.click()
-        field.value = 'WaitTimeout'
-        for (const name of ['focus', 'input', 'keyup']) field.dispatchEvent(new Event(name, {bubbles: true}))
-    """
+    field.send_keys("WaitTimeout")
+    # In one script, because results are redrawn while the index loads.
+    click = "const a = document.querySelector('a.md-search-result__link'); if (a) a.click(); return a !== null"
+    polls = itertools.count(1)
 
-    def left() -> bool:
+    def opened(_: Any) -> bool:
         if not browser.current_url.endswith("/index.html"):
             return True
-        browser.execute_script(search, field)
+        # A word typed before the index is loaded, and a click on results about to be redrawn, may be lost: repeat them,
+        # at ever longer intervals (after 1, 2, 4, .. polls), so that a slow machine finishes one before the next.
+        if next(polls).bit_count() == 1 and not browser.execute_script(click):
+            field.send_keys(Keys.BACKSPACE, "t")
         return False
 
-    wait.until(lambda _: left())
+    wait.until(opened)
     read = "return document.querySelector('article')?.textContent.includes('WaitTimeout') ?? false"
     wait.until(lambda _: browser.execute_script(read))
 
