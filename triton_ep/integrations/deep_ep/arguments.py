@@ -1,4 +1,4 @@
-"""Check and convert arguments of Buffer's calls for the layer: ids, a rank mask in place of ids, biases."""
+"""Check and convert arguments of Buffer's calls for the layer: ids, a rank mask in place of ids, biases, configs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations.deep_ep.config import Config
 
 
 def refuse(call: str, given: dict[str, Any]) -> None:
@@ -97,3 +98,22 @@ def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[to
             got = f"{list(each.shape)} {each.dtype} on {each.device}" if isinstance(each, torch.Tensor) else str(each)
             raise InputError(f"bias must be {list(shape)} {like.dtype} on {like.device}, one row per token, got {got}.")
     return tuple(each.contiguous() for each in biases)
+
+
+def same_elements(one: Any, other: Any) -> bool:
+    """Whether both are the same tensor, or views of the same elements."""
+    return one is other or (
+        isinstance(one, torch.Tensor)
+        and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    )
+
+
+def config_of(given: Any) -> Config:
+    """The `config` of a call.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(given, Config):
+        raise InputError(f"config must be a deep_ep.Config or None, got {check.shown(given)}.")
+    return given

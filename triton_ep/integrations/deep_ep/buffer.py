@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,7 @@ from triton_ep.errors import (
     ConfigError,
     FinalizedError,
     InputError,
-    PeerFailed,
     StaleHandleError,
-    WaitTimeout,
 )
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import CompactRows
@@ -31,8 +28,10 @@ from triton_ep.integrations.deep_ep.arguments import (
     biases_of,
     check_counts,
     check_ids,
+    config_of,
     ids_of_ranks,
     refuse,
+    same_elements,
     sum_of_counts,
 )
 from triton_ep.integrations.deep_ep.config import Config, longest_row, low_latency_bytes
@@ -43,7 +42,7 @@ from triton_ep.integrations.deep_ep.fp8 import (
     quantized,
 )
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
-from triton_ep.integrations.deep_ep.layers import layers_of, room_for
+from triton_ep.integrations.deep_ep.layers import layers_of, report_refusal, room_for
 from triton_ep.integrations.deep_ep.signals import per_block, per_expert
 from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
@@ -334,7 +333,7 @@ class Buffer:
             if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
                 raise
             refused = error  # the layer of the call is known, so the other ranks can be told
-        num_sm = Buffer.num_sms if config is None else _config(config).num_sms
+        num_sm = Buffer.num_sms if config is None else config_of(config).num_sms
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         data = x if pair is None else pair.data
         # combine of quantised rows takes bfloat16 rows, so their layer has bfloat16 rows.
@@ -349,7 +348,7 @@ class Buffer:
             self._latest = layer
             try:
                 if refused is not None:
-                    _report_refusal(layer, pair, num_rows)
+                    report_refusal(layer, None if pair is None else pair.scales, num_rows)
                     raise refused
                 if pair is None:
                     rows = layer.dispatch_compact(x, topk_idx, topk_weights, num_rows=num_rows, **order)
@@ -624,7 +623,7 @@ class Buffer:
                 signals = per_expert(src_signals, src_signal_expect_value, desc)
             else:
                 signals = per_block(comp_signal, block_m, threshold, x.shape[1], desc)
-        if handle.row_weights is not None and not _same(topk_weights, handle.given_weights):
+        if handle.row_weights is not None and not same_elements(topk_weights, handle.given_weights):
             raise InputError(
                 "low_latency_combine got other topk_weights than low_latency_dispatch, which sent them with the rows. "
                 "Pass the same tensor, or none to low_latency_dispatch."
@@ -790,29 +789,3 @@ class Buffer:
             raise StaleHandleError("the handle belongs to another group. Pass one of this buffer's group.")
         self._latest = layer
         return layer
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same tensor, or views of the same elements."""
-    return one is other or (
-        isinstance(one, torch.Tensor)
-        and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-    )
-
-
-def _report_refusal(layer: EPAll2AllLayer, pair: QuantizedRows | None, num_rows: int | None) -> None:
-    """Report to the other ranks that this rank refused a dispatch.
-
-    Raises:
-        CapacityError: another rank needs a larger layer; on all ranks, which then repeat the dispatch with it.
-    """
-    nothing = cast(Any, None)  # the layer refuses nothing, and reports that
-    scale = None if pair is None else pair.scales
-    with contextlib.suppress(InputError, PeerFailed, WaitTimeout):  # the caller raises the cause
-        layer.dispatch_compact(nothing, nothing, scale=scale, num_rows=num_rows)
-
-
-def _config(given: Any) -> Config:
-    if not isinstance(given, Config):
-        raise InputError(f"config must be a deep_ep.Config or None, got {check.shown(given)}.")
-    return given

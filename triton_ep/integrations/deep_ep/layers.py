@@ -6,9 +6,14 @@ to its layer. A layer is freed when all buffers that used it are destroyed, or b
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, cast
 
+import torch
+
+from triton_ep.errors import InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations.layer_pool import LayerPool, free_shared, shared_pool
+from triton_ep.layer import EPAll2AllLayer
 
 _STEP = 64
 
@@ -35,3 +40,16 @@ def release(group: Any = None) -> None:
     Handles of these buffers are no longer valid.
     """
     free_shared("deep_ep", group)
+
+
+def report_refusal(layer: EPAll2AllLayer, scale: torch.Tensor | None, num_rows: int | None) -> None:
+    """Report to the other ranks that this rank refused a dispatch of compact rows.
+
+    scale: scales of its rows, if they have some. num_rows: as in `EPAll2AllLayer.dispatch_compact`.
+
+    Raises:
+        CapacityError: another rank needs a larger layer; on all ranks, which then repeat the dispatch with it.
+    """
+    nothing = cast(Any, None)  # the layer refuses nothing, and reports that
+    with contextlib.suppress(InputError, PeerFailed, WaitTimeout):  # the caller raises the cause
+        layer.dispatch_compact(nothing, nothing, scale=scale, num_rows=num_rows)
