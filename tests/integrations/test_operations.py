@@ -244,9 +244,9 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
             # In addition: the operations of `quantize_channels`, and scales with rows as their fast dimension.
             "dispatch of one-byte rows": ("dispatch of one-byte rows", 6),
             # The dispatch that carries the weights, its rows and slabs; slabs as rows.
-            "combine": ("dispatch with weights", 5),
-            # Slabs as rows; kept ids and the number of an expert's rows, which the checks read.
-            "combine by weights of dispatch": ("combine", 3),
+            "combine": ("dispatch with weights", 4),
+            # Slabs as rows; kept ids, which the checks read.
+            "combine by weights of dispatch": ("combine", 2),
         },
     )
 

@@ -604,8 +604,7 @@ class Buffer:
         check.tensor("x", x)
         check.tensor("topk_idx", topk_idx, 2)
         check.optional_tensor("out", out)
-        counts = desc.num_recv_tokens_per_expert
-        wanted = (counts.shape[0], self.group_size * cfg.max_tokens, cfg.hidden)
+        wanted = (cfg.num_experts_per_rank, self.group_size * cfg.max_tokens, cfg.hidden)
         if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
             raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
         ids = desc.topk_indices_tensor
@@ -683,8 +682,8 @@ class Buffer:
             StaleHandleError: `handle` does not come from a low-latency dispatch.
         """
         self._check_handle(handle)
-        cfg, experts = handle.layer.config, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
-        shape = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        cfg = handle.layer.config
+        shape = (cfg.num_experts_per_rank, self.group_size * cfg.max_tokens, cfg.hidden)
         return torch.empty(shape, dtype=cfg.token_dtype, device=handle.layout_desc.placement.device)
 
     # --- layers and checks ------------------------------------------------------------------------------
