@@ -306,6 +306,25 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         rows.make_row({"speed": 1})
 
 
+def test_a_file_of_an_earlier_version_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old rows get the columns that they lack; if the new file cannot be written, the old one stays."""
+    path = tmp_path / "rows.csv"
+    before = rows.COLUMNS[: rows.COLUMNS.index("peak_mib")]
+    old = ",".join(before) + "\n" + ",".join("dispatch" if name == "op" else "" for name in before) + "\n"
+    path.write_text(old)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError("no space left")
+
+        patch.setattr(rows, "write_complete", full)
+        with pytest.raises(InputError, match="cannot be written"):
+            rows.append_rows(path, [rows.make_row({"op": "combine"})])
+    assert path.read_text() == old
+    rows.append_rows(path, [rows.make_row({"op": "combine"})])
+    assert [row["op"] for row in _read(path)] == ["dispatch", "combine"]
+
+
 def _no_ranks(*_: object) -> None:
     raise AssertionError("ranks started")
 

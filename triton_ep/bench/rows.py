@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import math
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from triton_ep.errors import InputError
-from triton_ep.runtime.files import cannot_write, check_writable
+from triton_ep.runtime.files import cannot_write, check_writable, write_complete
 from triton_ep.runtime.machine import inspect_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,15 +89,16 @@ def make_row(values: Mapping[str, object]) -> Row:
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError unless `append_rows` can append to the file, or create it."""
+    """Raise InputError unless `append_rows` can append to the file, or create or replace it."""
     check_writable(path)
-    _header_of(path)
+    if _header_of(path) == _BEFORE:
+        check_writable(path.with_suffix(".part"))
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append to the file; create it, with its folder and header, if it does not exist.
 
-    A file of an earlier version is rewritten with the columns that it lacks.
+    A file of an earlier version is replaced, whole, by one that has the columns it lacks.
 
     Raises:
         InputError: the file has other columns, or cannot be written.
@@ -104,17 +106,22 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     header = _header_of(path)
     try:
         if header == _BEFORE:
-            old = read_rows(path)
-            path.unlink()
-            append_rows(path, old)
+            text = io.StringIO()
+            _write(text, [*read_rows(path), *rows], with_header=True)
+            write_complete(path, text.getvalue().encode())
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if header is None:
-                writer.writeheader()
-            writer.writerows(rows)
+            _write(file, rows, with_header=header is None)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def _write(file: TextIO, rows: Sequence[Row], with_header: bool) -> None:
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    if with_header:
+        writer.writeheader()
+    writer.writerows(rows)
 
 
 def _header_of(path: Path) -> list[str] | None:
