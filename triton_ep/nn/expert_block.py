@@ -31,6 +31,7 @@ from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, rows_product
 from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
+from triton_ep.ops.library import without_grad
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
 from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
@@ -188,7 +189,7 @@ class ExpertBlock:
             saved["rows"] = partial(rows.expand, desc)
         return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
-    @torch.no_grad()
+    @without_grad
     def run(
         self,
         rows: Rows,
@@ -239,7 +240,7 @@ class ExpertBlock:
             kept = operand if settings.fp8 else rows
         return y, {"rows": kept, "pre": pre, "row_weights": row_weights}
 
-    @torch.no_grad()
+    @without_grad
     def differentiate(
         self,
         grad: Rows,
@@ -291,12 +292,10 @@ class ExpertBlock:
             dw2 = None if of_w2 is None else of_w2.found()
             db2 = torch.cat(of_b2, 1) if of_b2 else None
 
-        @torch.no_grad()
         def rows() -> torch.Tensor:
             assert dpre is not None, "asked for"
             return self._rows_gradient(dpre, w13, offs, tiles)
 
-        @torch.no_grad()
         def prepare(room: bool) -> None:
             if want_w13 and "rows" in saved and callable(saved["rows"]):
                 if room:
@@ -309,7 +308,6 @@ class ExpertBlock:
             if room:
                 saved.pop("rows", None)
 
-        @torch.no_grad()
         def of_params() -> Params:
             nonlocal dpre
             dw13 = db13 = None

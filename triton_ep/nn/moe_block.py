@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch.utils import _pytree
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent, current_stream
@@ -302,7 +301,8 @@ class _Block(torch.autograd.Function):
         # Known only for the latest dispatch.
         slots = slot_ops.needed_slots(block.layer.context, desc) if ctx.needs_input_grad[3] else None
         ctx.block = block
-        tensors, ctx.rest = _split((desc, slots, saved))
+        tensors: list[torch.Tensor] = []
+        ctx.rest = _split((desc, slots, saved), tensors)
         # Leaves bypass hooks of saved tensors (checkpoints, offloading): these return other tensors, without Megatron's
         # attributes (main_grad). Tensors computed from parameters pass through the hooks.
         ctx.leaves = [param if param is not None and param.is_leaf else None for param in params]
@@ -338,38 +338,53 @@ def versions_of(tensors: Params) -> list[int]:
     return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
-class _Rows:
-    """Placeholder of a `RowScaled`, whose two parts are among the tensors."""
+class _Mark(NamedTuple):
+    """Place of a tensor, or of the two tensors of a `RowScaled`, in a nest; first: index of the (first) tensor."""
+
+    first: int
+    scaled: bool = False
 
 
-class _Tensor:
-    """Placeholder of a tensor."""
+class _Nest(NamedTuple):
+    """A split descriptor, tuple, list or dict.
+
+    Attributes:
+        of: keys of a dict, else what makes the nest from its parts.
+        parts: its values, split.
+    """
+
+    of: Any
+    parts: list[Any]
 
 
-def _split(value: Any) -> tuple[list[torch.Tensor], tuple[list[Any], Any]]:
-    """Split a nest into its tensors and the rest."""
-    leaves, spec = _pytree.tree_flatten(value)
-    tensors: list[torch.Tensor] = []
-    rest: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, RowScaled):
-            tensors += [leaf.qdata, leaf.scale]
-            rest.append(_Rows)
-        elif isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            rest.append(_Tensor)
-        else:
-            rest.append(leaf)
-    return tensors, (rest, spec)
+def _split(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A nest without its tensors, which are appended to `tensors`.
+
+    torch's pytree would take a tenth of a step's host time for this.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Mark(len(tensors) - 1)
+    if isinstance(value, RowScaled):
+        tensors.extend((value.qdata, value.scale))
+        return _Mark(len(tensors) - 2, scaled=True)
+    if isinstance(value, EPAllToAllLayoutDesc):
+        return _Nest(EPAllToAllLayoutDesc, [_split(vars(value), tensors)])
+    if isinstance(value, dict):
+        return _Nest(list(value), [_split(each, tensors) for each in value.values()])
+    if isinstance(value, tuple | list):
+        return _Nest(getattr(value, "_make", type(value)), [_split(each, tensors) for each in value])
+    return value
 
 
-def _join(tensors: Sequence[torch.Tensor], rest: tuple[list[Any], Any]) -> Any:
+def _join(tensors: Sequence[torch.Tensor], rest: Any) -> Any:
     """Inverse of `_split`."""
-    found, (marks, spec) = iter(tensors), rest
-    leaves: list[Any] = []
-    for mark in marks:
-        if mark is _Rows:
-            leaves.append(RowScaled(next(found), next(found)))
-        else:
-            leaves.append(next(found) if mark is _Tensor else mark)
-    return _pytree.tree_unflatten(leaves, spec)
+    if isinstance(rest, _Mark):
+        first = tensors[rest.first]
+        return RowScaled(first, tensors[rest.first + 1]) if rest.scaled else first
+    if not isinstance(rest, _Nest):
+        return rest
+    parts = [_join(tensors, each) for each in rest.parts]
+    if rest.of is EPAllToAllLayoutDesc:
+        return EPAllToAllLayoutDesc(**parts[0])
+    return dict(zip(rest.of, parts, strict=True)) if isinstance(rest.of, list) else rest.of(parts)

@@ -44,7 +44,7 @@ def _expand_arrivals(
     return out
 
 
-@torch.no_grad()
+@library.without_grad
 def expand_arrivals(
     arrived: torch.Tensor,
     copies: torch.Tensor,

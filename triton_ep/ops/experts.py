@@ -10,6 +10,7 @@ shapes take a slower path.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ from triton_ep.runtime.plans.experts import (
 )
 
 _Operand = torch.Tensor | RowScaled
+_Parts = tuple[torch.Tensor, torch.Tensor | None]
+"""Values, and their row scales if they have some."""
 
 
 # --- common to both products ------------------------------------------------------------------------------
 
 
-def _parts(x: _Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _parts(x: _Operand | _Parts) -> _Parts:
+    if isinstance(x, tuple):
+        return x
     return (x.qdata, x.scale) if isinstance(x, RowScaled) else (x, None)
 
 
@@ -110,9 +115,24 @@ def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int)
 # --- gate and up --------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _gate_up_plan(
+    tile: ProductTile,
+    num_experts: int,
+    tma: bool,
+    scaled: bool,
+    has: tuple[bool, bool, bool],
+    act: str,
+    activation: Activation,
+) -> Plan:
+    of_activation = activation_constexprs(activation)
+    constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, of_activation)
+    return Plan("gate_up_kernel", constexprs, tile.warps)
+
+
 def launch_gate_up(
-    x: _Operand,
-    w13: _Operand,
+    x: _Operand | _Parts,
+    w13: _Operand | _Parts,
     offs: torch.Tensor,
     tiles: torch.Tensor | None,
     row_weights: torch.Tensor | None,
@@ -144,10 +164,8 @@ def launch_gate_up(
         by_half = Boxes(w, [num_experts * halves, f, k], [f * k, k, 1], [halves, tile.n, tile.k])
         operands = (boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]), by_half)
     has = (bias is not None, row_weights is not None, keep_pre)
-    scaled = x_scale is not None
-    constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, activation_constexprs(activation))
     runtime.launch(
-        Plan("gate_up_kernel", constexprs, tile.warps),
+        _gate_up_plan(tile, num_experts, tma, x_scale is not None, has, act, activation),
         _grid(tile, rows, num_experts, f),
         x=operands[0],
         w=operands[1],
@@ -203,13 +221,12 @@ def _gate_up(
     act: str,
     fast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = x if x_scale is None else RowScaled(x, x_scale)
-    weights = w if w_scale is None else RowScaled(w, w_scale)
     activation = Activation(kind, gated, limit, alpha, up_offset)
-    return launch_gate_up(rows, weights, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+    operands = (x, x_scale), (w, w_scale)
+    return launch_gate_up(*operands, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
 
 
-@torch.no_grad()
+@library.without_grad
 def gate_up(
     x: _Operand,
     w13: _Operand,
@@ -280,9 +297,24 @@ def _spelled(activation: Activation) -> dict[str, Any]:
 # --- rows times weights ---------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _rows_plan(
+    tile: ProductTile,
+    num_experts: int,
+    tma: bool,
+    scaled: bool,
+    k_major: bool,
+    aligned: bool,
+    has: tuple[bool, bool],
+    zero_rest: bool,
+) -> Plan:
+    constexprs = rows_constexprs(tile, num_experts, tma, scaled, k_major, aligned, has, zero_rest)
+    return Plan("rows_product_kernel", constexprs, tile.warps)
+
+
 def launch_rows_product(
-    a: _Operand,
-    w: _Operand,
+    a: _Operand | _Parts,
+    w: _Operand | _Parts,
     offs: torch.Tensor,
     out: torch.Tensor,
     tiles: torch.Tensor | None,
@@ -313,8 +345,8 @@ def launch_rows_product(
     operands: tuple[Any, Any, Any] = (rows, weights, out)
     has = (bias is not None, row_weights is not None)
     aligned = aligned and fits_tma((out, out.stride(0)))
-    constexprs = rows_constexprs(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
-    box_stores = constexprs["BOX_STORES"]
+    plan = _rows_plan(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
+    box_stores = plan.constexprs["BOX_STORES"]
     if tma:
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
         lines, length = (n, k) if k_major else (k, n)
@@ -324,7 +356,7 @@ def launch_rows_product(
             boxes(out, num_rows, n, out.stride(0), [tile.box_rows, tile.n // 2]) if box_stores else out,
         )
     runtime.launch(
-        Plan("rows_product_kernel", constexprs, tile.warps),
+        plan,
         _grid(tile, rows, num_experts, n),
         a=operands[0],
         w=operands[1],
@@ -399,12 +431,10 @@ def _run_rows_product(
     aligned: bool,
     out: torch.Tensor,
 ) -> None:
-    rows = a if a_scale is None else RowScaled(a, a_scale)
-    weights = w if w_scale is None else RowScaled(w, w_scale)
-    launch_rows_product(rows, weights, offs, out, tiles, row_weights, bias, fast, aligned)
+    launch_rows_product((a, a_scale), (w, w_scale), offs, out, tiles, row_weights, bias, fast, aligned)
 
 
-@torch.no_grad()
+@library.without_grad
 def rows_product(
     a: _Operand,
     w: _Operand,

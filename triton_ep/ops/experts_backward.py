@@ -6,6 +6,7 @@ Rows past that end are neither read nor written. R rows, E experts, H hidden, F 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING, Boxes
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans import experts_backward as plans
-from triton_ep.runtime.plans.experts import most_programs
+from triton_ep.runtime.plans.experts import ProductTile, most_programs
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
 
@@ -96,6 +98,11 @@ def _down_dgrad_over(
     return act, shares
 
 
+@functools.cache
+def _down_plan(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, activation: Activation) -> Plan:
+    return plans.down_dgrad(tile, fp8, k_major, has_weights, activation_constexprs(activation))
+
+
 def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> None:
     """operands, options: arguments of the ops above up to `pre`, and after it. results: dpre, act, shares."""
     dy, dy_scale, w, w_scale, k_major, pre = operands
@@ -106,7 +113,7 @@ def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], o
     fp8 = dy_scale is not None
     (num_rows, hidden), ffn, experts = dy.shape, act.shape[1], w.shape[0]
     tile = plans.down_tile(fp8, fast, INTERPRETING)
-    plan = plans.down_dgrad(tile, fp8, k_major, weights is not None, activation_constexprs(Activation(*activation)))
+    plan = _down_plan(tile, fp8, k_major, weights is not None, Activation(*activation))
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
     runtime.launch(
@@ -161,7 +168,7 @@ def _row_weight_gradient(
     return out
 
 
-@torch.no_grad()
+@library.without_grad
 def down_dgrad(
     dy: torch.Tensor | RowScaled,
     w2: torch.Tensor | RowScaled,
@@ -288,7 +295,7 @@ def _bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tenso
     return out
 
 
-@torch.no_grad()
+@library.without_grad
 def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor | None = None) -> torch.Tensor:
     """[E, N] float32: sums of the rows [R, N] bf16 of each segment, each row times its weight if row_weights are given.
 
@@ -349,7 +356,7 @@ def _weight_gradient(
     )
 
 
-@torch.no_grad()
+@library.without_grad
 def weight_gradient(
     x: torch.Tensor,
     y: torch.Tensor,

@@ -69,7 +69,7 @@ def _prepare(
         runtime.launch(plan, experts * strips, w_ptr=w, **maxima, **copies, **sizes)
 
 
-@torch.no_grad()
+@library.without_grad
 def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None)) -> Prepared:
     """Quantise weights for the products that use them, each along the sum of its product, with one scale per row.
 

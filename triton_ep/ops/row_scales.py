@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,11 @@ class RowScaled:
         return _values(self.qdata.flatten(0, -2), self.scale.flatten(), None, dtype).view(self.shape)
 
 
+@functools.cache
+def _plan(name: str, has_offsets: bool, **tile: int) -> Plan:
+    return Plan(name, {**offsets_constexprs(has_offsets), **tile})
+
+
 def launch_rows(
     name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **given: torch.Tensor | int
 ) -> None:
@@ -70,7 +76,7 @@ def launch_rows(
     if num_rows == 0 or k == 0:
         return
     runtime.launch(
-        Plan(name, {**offsets_constexprs(offs is not None), **tile}),
+        _plan(name, offs is not None, **tile),
         -(-num_rows // tile["ROWS"]),
         offs_ptr=rows if offs is None else offs.contiguous(),
         **given,

@@ -14,11 +14,12 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor with the strides that its shape implies. It shares the memory unless it is empty."""
     if not x.numel():
         return x.new_empty(x.shape)
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for extent in reversed(x.shape):
-        strides.append(step)
+        strides.insert(0, step)
         step *= extent
-    return x.as_strided(x.shape, strides[::-1])
+    return x if x.stride() == tuple(strides) else x.as_strided(x.shape, strides)
 
 
 def view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -100,7 +100,12 @@ def spec(name: str) -> Any:
 
 def architecture() -> str:
     """Architecture of the current GPU, as in the names of cubins: "sm_90"."""
-    major, minor = torch.cuda.get_device_capability()
+    return _architecture(torch.cuda.current_device())
+
+
+@functools.cache
+def _architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
@@ -524,7 +529,7 @@ def _by_name(kernel: str, names: Sequence[str], launch: Callable[..., None]) -> 
 
 
 _launchers: dict[Any, Launcher] = {}
-"""Launchers of `launch`, by plan."""
+"""Launchers of `launch`, by the key of their plan."""
 
 
 def launch(plan: Plan, grid: int, **arguments: Any) -> None:
@@ -534,10 +539,9 @@ def launch(plan: Plan, grid: int, **arguments: Any) -> None:
 
     Raises: as `Launcher` and its `launch`.
     """
-    key = plan.kernel, plan.num_warps, plan.maxnreg, *plan.constexprs.items()
-    launcher = _launchers.get(key)
+    launcher = _launchers.get(plan.key)
     if launcher is None:
-        launcher = _launchers[key] = Launcher(plan, aot=default_aot(), any_arguments=True)
+        launcher = _launchers[plan.key] = Launcher(plan, aot=default_aot(), any_arguments=True)
     launcher.launch(grid, **arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +66,7 @@ def segments_power(num_experts: int) -> int:
     return next_power_of_2(num_experts)
 
 
+@functools.cache
 def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str, int]:
     """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale; up to 8192, a tile holds whole rows.
 
@@ -80,6 +82,7 @@ def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str
     return {"WHOLE": True, "ROWS": max(least // blocks, 1), "BLOCKS": blocks}
 
 
+@functools.cache
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
     """ROWS and BLOCK_K of kernels that read rows of `k` values once."""
     if interpreted:
@@ -157,7 +160,12 @@ class ProductTile:
 
     def halved(self) -> ProductTile:
         """The tile for two matrices with half as many columns each."""
-        return replace(self, n=self.n // 2)
+        return _halved(self)
+
+
+@functools.cache
+def _halved(tile: ProductTile) -> ProductTile:
+    return replace(tile, n=tile.n // 2)
 
 
 _BF16_FEW = ProductTile(64, 128, 64, 6, table=False)

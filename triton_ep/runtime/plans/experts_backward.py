@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ DOWN_COLUMNS = 32
 """Columns of a tile that pass through the activation at once. With more, registers spill."""
 
 
+@functools.cache
 def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tuple[Plan, Tile]:
     """Plan of the gradient of weights for segments of whole steps, and its tile."""
     tile = WGRAD_INTERPRETED if interpreted else WGRAD_ADDED if accumulate else WGRAD
@@ -76,6 +78,7 @@ def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, a
     return Plan("down_dgrad_kernel", constexprs, tile.warps)
 
 
+@functools.cache
 def row_weight_gradient(hidden: int, has_bias: bool, fp8: bool, interpreted: bool) -> Plan:
     """Gradient of the rows' weights, from the shares of tiles and the contribution of a bias."""
     rows, block = ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS
@@ -85,12 +88,14 @@ def row_weight_gradient(hidden: int, has_bias: bool, fp8: bool, interpreted: boo
     return Plan("row_weight_gradient_kernel", constexprs)
 
 
+@functools.cache
 def bias_gradient(n: int, has_weights: bool, interpreted: bool) -> Plan:
     """Gradient of a bias: sums of the rows of segments."""
     rows, block = (64, min(next_power_of_2(n), 256)) if interpreted else (BIAS_ROWS, BIAS_COLUMNS)
     return Plan("bias_gradient_kernel", {"HAS_WEIGHTS": has_weights, "BLOCK_R": rows, "BLOCK_N": block})
 
 
+@functools.cache
 def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
     """Gradients of a weighted sum of rows."""
     rows, block = WEIGHTED_ROWS, WEIGHTED_COLUMNS
@@ -100,6 +105,7 @@ def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
     return Plan("weighted_rows_backward_kernel", constexprs)
 
 
+@functools.cache
 def expand_arrivals(hidden: int, interpreted: bool) -> Plan:
     """Copy arrived rows to the rows of their assignments."""
     shares, block = (1, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, ARRIVAL_COLUMNS)

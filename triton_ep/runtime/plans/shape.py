@@ -45,6 +45,11 @@ class Plan:
     num_warps: int | None = None
     maxnreg: int | None = None
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal plans, and hashable."""
+        return self.kernel, self.num_warps, self.maxnreg, *self.constexprs.items()
+
 
 @dataclass(frozen=True)
 class Shape:
