@@ -690,6 +690,28 @@ class EPAll2AllLayer:
         out, end = self._finish("combine", send, (input, weights, desc, *biases), ending)
         return out if end is None else (out, end)
 
+    def send_weights(self, weights: torch.Tensor, layout_desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+        """Bring weights to the rows of a low-latency dispatch, for `combine`. Collective.
+
+        For callers that know the weights late. Weights given to `dispatch` need no launch of their own.
+
+        Args:
+            weights: [T, K] float32, contiguous, of the tokens and expert ids of that dispatch.
+            layout_desc: its descriptor.
+
+        Returns:
+            [R] float32, one per row of `recv_x`; undefined for rows that belong to no token.
+
+        Raises:
+            ConfigError: the layer is not low-latency.
+            InputError, StaleHandleError: as `combine`.
+            WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
+        """
+        ctx = self.context
+        self._begin_combine(weights)
+        checks.check_send_weights(self.config, ctx.device, ctx.layer_id, weights, layout_desc)
+        return steps.send_weights(ctx, weights, layout_desc)
+
     def combine_topk(
         self,
         values: torch.Tensor,

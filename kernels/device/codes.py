@@ -84,7 +84,9 @@ LL_COUNTS = 20
 LL_FLAG = 21
 LL_COMBINE = 22
 LL_COMBINE_FLAG = 23
-NUM_BUFFERS = 24
+LL_WEIGHTS = 24
+LL_WEIGHTS_FLAG = 25
+NUM_BUFFERS = 26
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
 # triton_ep.context.records.Report, whose fields have the same order.
@@ -182,7 +184,8 @@ PROGRAMS_DONE = 14
 ALARM = 15
 OVERFLOW_TOTAL = 16
 PROGRAMS_COUNTED = 17
-STATE_WORDS = 18
+EPOCH_LL_WEIGHTS = 18
+STATE_WORDS = 19
 """One word per rank follows: if calls differ, 1 + the tag of that rank (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.
@@ -232,5 +235,7 @@ CALLS_COMBINE = 12
 CALLS_LL_DISPATCH = 13
 CALLS_LL_COMBINE = 14
 
-# waits.py again: a wait for signals of the caller's kernel on this GPU, not for another rank.
+# waits.py again.
+WAIT_LL_WEIGHTS = 16
+# A wait for signals of the caller's kernel on this GPU, not for another rank.
 WAIT_SIGNALS = 15

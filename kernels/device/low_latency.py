@@ -1,7 +1,10 @@
-"""Helpers of the low-latency kernels: a release that counts, owners of experts."""
+"""Helpers of the low-latency kernels: a release that counts, turns, owners of experts."""
 
 import triton
 import triton.language as tl
+
+_TURN = tl.constexpr(20)
+_ONE_TURN = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -14,6 +17,25 @@ def release_counts(flag_ptrs, mask, counts):
     """
     tl.debug_barrier()
     tl.atomic_add(flag_ptrs, counts, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def turn_of(turn_ptr):
+    """Number of the call that this program belongs to, from a word of `state` that `end_turn` advances.
+
+    The word holds (calls that have ended << 20 | programs of this call that have ended). All programs of a call
+    together add 1 << 20, each when it ends, so that all of them read the same number when they start.
+    """
+    return (tl.load(turn_ptr) >> _TURN) + 1
+
+
+@triton.jit
+def end_turn(turn_ptr, is_one, others):
+    """End this program's part of the call. is_one: true in one program of the call; others: number of the others."""
+    # After the barrier all threads have read the number.
+    tl.debug_barrier()
+    ended = tl.where(is_one, _ONE_TURN - others, 1).to(tl.int64)
+    tl.atomic_add(turn_ptr, ended, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -29,6 +29,7 @@ WAIT_BARRIER = tl.constexpr(codes.WAIT_BARRIER)
 WAIT_NODE_BARRIER = tl.constexpr(codes.WAIT_NODE_BARRIER)
 WAIT_LL_ROWS = tl.constexpr(codes.WAIT_LL_ROWS)
 WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
+WAIT_LL_WEIGHTS = tl.constexpr(codes.WAIT_LL_WEIGHTS)
 WAIT_SIGNALS = tl.constexpr(codes.WAIT_SIGNALS)
 
 TAG_BITS = tl.constexpr(codes.TAG_BITS)

@@ -12,8 +12,7 @@ Protocol      The first programs reduce, the others sum.
 Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token. +0, which fresh memory holds, means
               "not arrived"; a sum of +0 or -0 travels as -0.
               ll_combine_flag [2, W] int64: (epoch << 32 | tag) of each rank, by parity of the epoch.
-              EPOCH_LL_COMBINE holds (epoch << 20 | programs that have ended): all programs of a combine together add
-              1 << 20, each when it ends, so that all of them read the same epoch when they start.
+              EPOCH_LL_COMBINE is a turn (device/low_latency.py), which the programs of both launches end.
 Memory order  None between 2 and 4: each element shows by itself that it has arrived, in whatever order elements come,
               and a thread uses the very values that it has checked. No stored sum equals "not arrived", so no bit
               pattern needs a separate marker. 1 releases and 3 acquires what Replay needs.
@@ -44,14 +43,12 @@ from ..device.buffers import (
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.job import Job, in_one_node, is_rank, state_at
-from ..device.low_latency import first_of_half, owners, quotient, rank_bits
+from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_bits, turn_of
 from ..device.payload import Choices, RowTile
 from ..device.spin import now_ns, pause
 from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
-_TURN = tl.constexpr(20)
-_ONE_TURN = tl.constexpr(1 << 20)
 _TOLD = tl.constexpr(codes.LL_COUNT_SHIFT)
 _POLLS_AWAKE = tl.constexpr(8)  # polls that `pause` counts as one, so that a program sleeps later
 _LOOKS = tl.constexpr(16)  # polls between two checks of the clock and the status record
@@ -322,7 +319,7 @@ def low_latency_combine_kernel(
 ):
     job = in_one_node(job)
     turn_ptr = state_at(job, EPOCH_LL_COMBINE)
-    epoch = (tl.load(turn_ptr) >> _TURN) + 1
+    epoch = turn_of(turn_ptr)
     number = tl.program_id(0) - first_waiting
     if number < 0:
         if tl.program_id(0) == 0:
@@ -335,8 +332,5 @@ def low_latency_combine_kernel(
         else:
             step = tl.num_programs(0) - first_waiting - 1
             _sum(job, epoch, number - 1, step, results, hidden, tile.ROWS, choices, WP, sum_tile)
-    # After the barrier all threads have read the epoch.
-    tl.debug_barrier()
     others = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES + tl.num_programs(0) - first_waiting - 1
-    ended = tl.where(number == 0, _ONE_TURN - others, 1).to(tl.int64)
-    tl.atomic_add(turn_ptr, ended, sem="relaxed", scope="gpu")
+    end_turn(turn_ptr, number == 0, others)

@@ -163,12 +163,11 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
             for excess in (None, torch.zeros(1, dtype=torch.int32)):
                 made[0].dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, excess), None)
         release(group)
-    assert len(made) == 1 + 3 * low_latency  # rows of two kinds, and those that carry weights
+    assert len(made) == 1 + 2 * low_latency  # rows of two kinds
     wanted = []
     for layer in made:
-        fp8 = layer.config.hidden == hidden
         how = {"slabs": True} if layer.config.low_latency else {"compact": True, "biases": True}
-        uses = layers.LayerCalls(fp8_rows=fp8, maps=True, **how)
+        uses = layers.LayerCalls(fp8_rows=True, maps=True, **how)
         wanted += layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses)
     _assert_named(found, wanted)
 

@@ -206,6 +206,79 @@ def test_padding_rows_of_an_overflow_have_no_weights(run_ranks, nodes, ranks_per
     assert min(run_ranks(_overflow_of_padding, nodes, ranks_per_node)) > 0
 
 
+def _late_weights(rank, nodes, ranks_per_node, name):
+    case = replace(LATE[name], combine_weights=True)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        device, live = layer.context.device, []
+        for call in range(5):
+            mine = workloads(case, nodes * ranks_per_node, call)[rank]
+            x, idx, weights = (each.to(device) for each in (mine.x, mine.topk_idx, mine.topk_weights))
+            _, came, known = layer.dispatch(x, idx, weights)
+            rows, _, desc = layer.dispatch(x, idx)
+            live.append((came, rows, known, desc, weights))
+            if call % 2:  # two in flight, combined in the other order; one combine without weights in between
+                for came, rows, known, desc, weights in reversed(live):
+                    sent = layer.send_weights(weights, desc)
+                    copies = desc.skipped_token_topk_mapping_indices
+                    real = torch.zeros_like(sent, dtype=torch.bool)
+                    real[copies[copies >= 0]] = True
+                    assert torch.equal(sent[real], came[real])
+                    # A row times a sum of weights may overflow fp16.
+                    y = (rows / 64).to(case.dtype)
+                    layer.combine(y, desc)
+                    late = layer.combine(y, desc, torch.where(real, sent, torch.nan))
+                    assert torch.equal(late, layer.combine(y, known, came))
+                live.clear()
+        return int(real.sum())
+
+
+LATE = {
+    "plain": CASES["plain"],
+    "padded": CASES["aligned_fp16"],
+    "duplicates": CASES["duplicates_fp32"],
+    "nothing": CASES["nothing"],
+    "many": replace(MOST, tokens=(75, 3), calls=1),
+}
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, name",
+    [(1, 2, name) for name in LATE] + [(1, 1, "plain"), (1, 3, "padded"), (1, 4, "duplicates")],
+)
+def test_weights_may_follow_the_rows(run_ranks, nodes, ranks_per_node, name):
+    """Weights sent after the dispatch reach the rows that they would have come with: several programs' tokens, ranks
+    without tokens, an expert named twice, two dispatches in flight; combine gives the same bits."""
+    rows = run_ranks(_late_weights, nodes, ranks_per_node, name)
+    assert max(rows) > 0 or name == "nothing"
+
+
+def _missing_weights(rank, nodes, ranks_per_node):
+    limit_s = limit_of_calls(SMALL, rank, nodes, ranks_per_node)
+    with make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=limit_s) as layer:
+        mine = workloads(SMALL, 2, 0)[rank]
+        _, _, desc = layer.dispatch(mine.x.to(layer.context.device), mine.topk_idx.to(layer.context.device))
+        weights = mine.topk_weights.to(layer.context.device)
+        with pytest.raises(InputError, match=r"weights must have shape"):
+            layer.send_weights(weights[:-1], desc)
+        dist.barrier()
+
+        def send():
+            layer.send_weights(weights, desc)
+            layer.check()
+
+        if rank == 1:
+            with pytest.raises(WaitTimeout, match=r"the weights of all ranks .* missing rank 0; ll_weights_flag\[0\]"):
+                send()
+        dist.barrier()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_weights_that_do_not_come(run_ranks, nodes, ranks_per_node):
+    """A wrong shape is refused; a rank that does not send its weights is named."""
+    run_ranks(_missing_weights, nodes, ranks_per_node)
+
+
 def _slabs(rank, nodes, ranks_per_node, scaled):
     # A token names an expert of rank 1 twice, so that expert can get more rows than its slab has.
     case = replace(SMALL, name="slabs", tokens=(8, 5), topk=4, experts=4, drop=0.1, hidden=256)

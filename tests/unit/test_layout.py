@@ -46,8 +46,14 @@ def test_reports_have_the_same_fields_on_host_and_device() -> None:
 def test_words_of_the_state_array_do_not_overlap() -> None:
     """Epochs, counters, time limit, alarm, published words and the four words of the status record do not overlap."""
     words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
-    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT]
-    words += [buffers.TIMEOUT_US, buffers.PROGRAMS_DONE, buffers.ALARM, buffers.OVERFLOW_TOTAL]
+    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.EPOCH_LL_WEIGHTS]
+    words += [
+        buffers.LL_DISPATCH_SENT,
+        buffers.TIMEOUT_US,
+        buffers.PROGRAMS_DONE,
+        buffers.ALARM,
+        buffers.OVERFLOW_TOTAL,
+    ]
     words += [buffers.PROGRAMS_COUNTED]
     single = [word.value for word in words]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)

@@ -25,6 +25,7 @@ from triton_ep.kernels.device.codes import (
     TILE_WORDS,
     partial_stride,
 )
+from triton_ep.runtime.plans.low_latency import weight_shares
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS, Shape, next_power_of_2
 
 ALIGN_BYTES = 256
@@ -337,6 +338,22 @@ BUFFERS: tuple[Buffer, ...] = (
         _fixed(torch.int64),
         "low-latency combine of every rank",
         "low-latency combine",
+        _EPOCH,
+    ),
+    Buffer(
+        "ll_weights",
+        lambda s: (2, _low_latency_rows(s), s.config.topk),
+        _fixed(torch.float32),
+        "low-latency weights of every rank, part = source",
+        "low-latency weights",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_weights_flag",
+        lambda s: (weight_shares(s.shape) if s.config.low_latency else 0, s.config.world_size),
+        _fixed(torch.int64),
+        "low-latency weights of every rank",
+        "low-latency weights",
         _EPOCH,
     ),
 )

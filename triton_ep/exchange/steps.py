@@ -228,6 +228,14 @@ def combine(
 
 
 @reports_failure("combine", begun=True)
+def send_weights(ctx: DispatchCombineContext, weights: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    """Bring weights [T, K] of a low-latency dispatch to its rows: [R] float32."""
+    out = low_latency_ops.send_weights(ctx, weights, desc)
+    ctx.poll_status()
+    return out
+
+
+@reports_failure("combine", begun=True)
 def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
     """Make the current stream wait for the kernel that writes the rows of a low-latency combine."""
     low_latency_ops.wait_signals(ctx, *signals)

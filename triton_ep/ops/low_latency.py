@@ -103,6 +103,22 @@ def combine(
     return out, _no_more
 
 
+def send_weights(ctx: DispatchCombineContext, weights: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    """[R] float32: weights [T, K] at the rows of their assignments; other rows are undefined."""
+    copy_rows = desc.skipped_token_topk_mapping_indices
+    assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
+    out = torch.empty(desc.num_recv_rows, dtype=torch.float32, device=ctx.device)
+    ctx.launcher(("ll_weights",), plans.send_weights).launch(
+        plans.weight_shares(ctx.sizes.shape),
+        weights_ptr=weights,
+        kept_idx_ptr=desc.entries,
+        copy_rows_ptr=copy_rows,
+        out_ptr=out,
+        num_tokens=weights.shape[0],
+    )
+    return out
+
+
 def wait_signals(
     ctx: DispatchCombineContext, signals: torch.Tensor, num_rows: torch.Tensor | None, block_rows: int, expected: int
 ) -> None:

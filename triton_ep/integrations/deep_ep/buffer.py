@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import RecvHook
@@ -49,9 +48,6 @@ from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, orde
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.token_layout import ZeroCounts, token_layout
-
-_WEIGHTS_HIDDEN = 8
-"""Elements of the unread rows that carry weights."""
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
@@ -566,8 +562,8 @@ class Buffer:
         does not wait.
 
         The experts' rank multiplies and sums in float32, in k order, and rounds its sum; the sums of the ranks are
-        added in float32. The experts' rank thus needs the weights: a small dispatch of two launches carries them first,
-        unless they came with the rows (`topk_weights` of `low_latency_dispatch`).
+        added in float32. The experts' rank thus needs the weights: a launch of its own carries them first, unless they
+        came with the rows (`topk_weights` of `low_latency_dispatch`).
 
         Args:
             x: [e, W * M, H], contiguous: outputs for the rows of that dispatch.
@@ -631,7 +627,7 @@ class Buffer:
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
             weights = handle.row_weights
             if weights is None:
-                weights = self._sent_weights(cfg, ids, topk_weights)
+                weights = layer.send_weights(topk_weights, desc)
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
             rows = x.view(desc.num_recv_rows, cfg.hidden)
@@ -717,14 +713,6 @@ class Buffer:
             )
             layer = self._pool.found[key] = self._pool.get(sizes, user=self._number)
         return layer
-
-    def _sent_weights(self, cfg: EPConfig, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor | None:
-        """Send the weights to the experts' ranks by a dispatch of unread rows; return them by rows of the slabs."""
-        sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
-        companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
-        slab = (cfg.num_experts_per_rank, cfg.world_size * cfg.max_tokens, _WEIGHTS_HIDDEN)
-        unread, into = (ids.new_empty(shape, dtype=torch.bfloat16) for shape in ((ids.shape[0], slab[2]), slab))
-        return companion.dispatch_to_slabs(Rows(unread), ids, topk_weights, Rows(into), False)[0]
 
     def _check_handle(self, handle: Any) -> None:
         self._check_open()

@@ -246,6 +246,8 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for weights in uses.weights:
         types = {"y_ptr": f"*{s.token}", "out_ptr": f"*{s.token}"}
         yield KernelRequest.of(low_latency.combine(s, weights), types, hidden)
+    if True in uses.weights:
+        yield KernelRequest.of(low_latency.send_weights(s))
     for by_blocks in (False, True) if uses.slabs else ():
         yield KernelRequest.of(low_latency.wait_signals(s, by_blocks))
 

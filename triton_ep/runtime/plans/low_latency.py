@@ -54,6 +54,21 @@ def expand(s: Shape, has_weights: bool, row_words: int, slabs: bool) -> Plan:
     return Plan("low_latency_expand_kernel", constexprs)
 
 
+def _weights_share(s: Shape) -> int:
+    """Tokens of each rank that a program of `send_weights` takes; it holds the weights of up to 256 of all ranks."""
+    return max(min(256 // next_power_of_2(s.world_size), 32), 1)
+
+
+def weight_shares(s: Shape) -> int:
+    """Number of programs of `send_weights`."""
+    return -(-s.max_tokens // _weights_share(s))
+
+
+def send_weights(s: Shape) -> Plan:
+    """Bring weights to the rows of their assignments."""
+    return Plan("low_latency_weights_kernel", {"SHARE": _weights_share(s), **s.common("TOPK", "KP", "WP")})
+
+
 def wait_signals(s: Shape, by_blocks: bool) -> Plan:
     """Wait for the caller's kernel that writes expert outputs; by_blocks: one signal per block of rows."""
     return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
