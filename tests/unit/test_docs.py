@@ -222,6 +222,8 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "KP": sizes.shape.kp,
             "L": 4 * 21 if config.low_latency else 0,
             "EP": 4,
+            "K": 3,
+            "G": 1 if config.low_latency else 0,
             "P": sizes.shape.max_programs,
             "D": sizes.shape.senders,
             "S": sizes.shape.row_length,

@@ -12,7 +12,7 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.intranode import low_latency_combine
+from triton_ep.kernels.device import low_latency as turns
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import exchange, low_latency
@@ -145,9 +145,7 @@ def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
 
 def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() -> None:
     """32 ranks of 1024 tokens may have rows of up to 31 tiles of 1024 elements; with half the tokens, longer rows."""
-    assert (
-        2**low_latency_combine._TURN.value == low_latency_combine._ONE_TURN.value == low_latency.MOST_REDUCING + 2**13
-    )
+    assert 2**turns._TURN.value == turns._ONE_TURN.value == low_latency.MOST_REDUCING + 2**13
     sizes = {"topk": 2, "num_experts": 64, "rank": 0, "world_size": 32, "local_world_size": 32, "recv_capacity": 64}
     assert EPConfig(1024, 31 * 1024, **sizes, low_latency=True).fits_low_latency
     assert EPConfig(512, 31 * 1024 + 8, **sizes, low_latency=True).fits_low_latency

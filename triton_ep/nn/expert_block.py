@@ -29,7 +29,7 @@ from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
-from triton_ep.ops.experts import gate_up, rows_product
+from triton_ep.ops.experts import gate_up, gate_up_unchecked, rows_product, rows_product_unchecked
 from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
 from triton_ep.ops.library import without_grad
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
@@ -175,7 +175,8 @@ class ExpertBlock:
         wanted = keep and w13 is not None and w13.requires_grad
         arrivals = self.keep_arrivals if wanted else None
         overwrite = not wanted or arrivals is not None
-        y, saved = self.run(rows, row_weights, params, desc.expert_offsets, tiles, keep=keep, overwrite=overwrite)
+        offs = desc.expert_offsets
+        y, saved = self.run(rows, row_weights, params, offs, tiles, keep=keep, overwrite=overwrite, checked=True)
         if arrivals is not None:
             saved["rows"] = arrivals(desc)
         return y, saved
@@ -200,17 +201,21 @@ class ExpertBlock:
         *,
         keep: bool,
         overwrite: bool = False,
+        checked: bool = False,
     ) -> tuple[torch.Tensor, Saved]:
         """The result [R, H], and, if `keep`, what `differentiate` needs.
 
         overwrite: the rows are not needed afterwards. The result takes the place of bf16 rows, and rows are not kept.
+        checked: rows are as a dispatch delivers them, and parameters have the right shapes and device.
         """
         settings = self.settings
         if isinstance(rows, MXTensor | RowScaled) and settings.precision is None:
             raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
         w13, w2, b13, b2 = params
         operand = self._operand(rows, offs)
-        act, pre = gate_up(
+        checked = checked and (self.prepared is not None or all(map(_is_plain, (w13, w2))))
+        first, second = (gate_up_unchecked, rows_product_unchecked) if checked else (gate_up, rows_product)
+        act, pre = first(
             operand,
             self._weight(w13, "fprop", "w13"),
             offs,
@@ -222,7 +227,7 @@ class ExpertBlock:
             fast=settings.fast,
             tiles=tiles,
         )
-        y = rows_product(
+        y = second(
             act,
             self._weight(w2, "fprop", "w2"),
             offs,
@@ -355,6 +360,11 @@ class ExpertBlock:
 
 def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
+
+
+def _is_plain(weight: torch.Tensor | None) -> bool:
+    """Whether products take a weight as it is, apart from its shape and device."""
+    return weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
 
 
 def _wide(x: Rows) -> torch.Tensor | None:

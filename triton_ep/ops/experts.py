@@ -35,6 +35,7 @@ from triton_ep.runtime.plans.experts import (
     rows_constexprs,
 )
 
+_SWIGLU = Activation()
 _Operand = torch.Tensor | RowScaled
 _Parts = tuple[torch.Tensor, torch.Tensor | None]
 """Values, and their row scales if they have some."""
@@ -262,12 +263,52 @@ def gate_up(
     Raises:
         InputError: operands that do not fit each other. ConfigError: an activation that no kernel computes.
     """
-    activation = activation or Activation()
+    activation = activation or _SWIGLU
+    _check_gate_up(x, w13, offs, row_weights, activation, bias, act, tiles)
+    vectors = {"row_weights": row_weights, "bias": bias}
+    return gate_up_unchecked(
+        x, w13, offs, **vectors, activation=activation, keep_pre=keep_pre, act=act, fast=fast, tiles=tiles
+    )
+
+
+def gate_up_unchecked(
+    x: _Operand,
+    w13: _Operand,
+    offs: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None,
+    activation: Activation,
+    bias: torch.Tensor | None,
+    keep_pre: bool,
+    act: str,
+    fast: bool,
+    tiles: torch.Tensor | None,
+) -> tuple[_Operand, torch.Tensor | None]:
+    """`gate_up` for operands that are known to fit: less host time. Call it without gradients."""
+    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    operands = (rows, x_scale, w, w_scale, offs, tiles, *vectors)
+    value, scale, pre = _gate_up(*operands, *_spelled(activation), keep_pre, act, fast)
+    result: _Operand = rebase_rows(value, scale, offs, checked=True) if act == "mx" else value
+    return result, pre if keep_pre else None
+
+
+def _check_gate_up(
+    x: _Operand,
+    w13: _Operand,
+    offs: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    activation: Activation,
+    bias: torch.Tensor | None,
+    act: str,
+    tiles: torch.Tensor | None,
+) -> None:
+    """Raise the errors of `gate_up`."""
     check_activation(activation)
     if act not in ACT_OUT:
         raise InputError(f"act is {act!r}, choose from {', '.join(ACT_OUT)}.")
     _check_operands(x, w13, ("x", "w13"))
-    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
+    (rows, _), (w, _) = _parts(x), _parts(w13)
     num_experts, width, _ = w.shape
     _check_segments(offs, tiles, num_experts, rows)
     if not w.is_contiguous():
@@ -279,19 +320,13 @@ def gate_up(
         raise InputError(f"act={act!r} quantises blocks of 32 of {f} columns; the nearest above is {-(-f // 32) * 32}.")
     _check_vector("row_weights", row_weights, [rows.shape[0]], (torch.float32,), rows)
     _check_vector("bias", bias, [num_experts, width], (torch.float32, torch.bfloat16), rows)
-    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
-    value, scale, pre = _gate_up(x_scale=x_scale, w_scale=w_scale, x=rows, w=w, offs=offs, tiles=tiles,
-                                 row_weights=vectors[0], bias=vectors[1], **_spelled(activation),
-                                 keep_pre=keep_pre, act=act, fast=fast)  # fmt: skip
-    result: _Operand = rebase_rows(value, scale, offs) if act == "mx" else value
-    return result, pre if keep_pre else None
 
 
-def _spelled(activation: Activation) -> dict[str, Any]:
-    values = activation._asdict()
-    return {
-        name: float(v) if name in ("limit", "alpha", "up_offset") and v is not None else v for name, v in values.items()
-    }
+@functools.cache
+def _spelled(activation: Activation) -> tuple[Any, ...]:
+    """The activation as arguments of an op, whose numbers must be floats."""
+    kind, gated, limit, alpha, up_offset = activation
+    return kind, gated, None if limit is None else float(limit), float(alpha), float(up_offset)
 
 
 # --- rows times weights ---------------------------------------------------------------------------------------
@@ -463,27 +498,60 @@ def rows_product(
     Raises:
         InputError: operands that do not fit each other.
     """
-    _check_operands(a, w, ("a", "w"))
+    _check_rows_product(a, w, offs, bias, row_weights, out, tiles)
+    vectors = {"bias": bias, "row_weights": row_weights}
+    return rows_product_unchecked(a, w, offs, **vectors, out=out, fast=fast, aligned=aligned, tiles=tiles)
+
+
+def rows_product_unchecked(
+    a: _Operand,
+    w: _Operand,
+    offs: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    fast: bool,
+    aligned: bool,
+    tiles: torch.Tensor | None,
+) -> torch.Tensor:
+    """`rows_product` for operands that are known to fit: less host time. Call it without gradients."""
     (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    operands = (rows, a_scale, weights, w_scale, offs, tiles, *vectors, fast, aligned)
+    if out is None:
+        made: torch.Tensor = _rows_product(*operands)
+        return made
+    _rows_product_into(*operands, out)
+    return out
+
+
+def _check_rows_product(
+    a: _Operand,
+    w: _Operand,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+) -> None:
+    """Raise the errors of `rows_product`."""
+    _check_operands(a, w, ("a", "w"))
+    (rows, _), (weights, _) = _parts(a), _parts(w)
     num_experts, n, _ = weights.shape
     _check_segments(offs, tiles, num_experts, rows)
     if not (weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()):
         raise InputError(f"w must be contiguous [E, N, K] or its transpose; its strides are {list(weights.stride())}.")
     _check_vector("row_weights", row_weights, [rows.shape[0]], (torch.float32,), rows)
     _check_vector("bias", bias, [num_experts, n], (torch.float32, torch.bfloat16), rows)
-    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
-    operands = (rows, a_scale, weights, w_scale, offs, tiles, *vectors, fast, aligned)
-    if out is None:
-        made: torch.Tensor = _rows_product(*operands)
-        return made
     shape = (rows.shape[0], n)
+    if out is None:
+        return
     if out.shape != shape or out.dtype != torch.bfloat16 or out.device != rows.device or (n > 1 and out.stride(1) != 1):
         raise InputError(
             f"out must be bf16 {list(shape)} with consecutive columns on {rows.device}; it is {out.dtype} "
             f"{list(out.shape)} with strides {list(out.stride())} on {out.device}."
         )
-    _rows_product_into(*operands, out)
-    return out
 
 
 __all__ = ["Activation", "RowScaled", "gate_up", "rows_product"]

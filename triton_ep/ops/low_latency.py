@@ -108,13 +108,15 @@ def send_weights(ctx: DispatchCombineContext, weights: torch.Tensor, desc: EPAll
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
     out = torch.empty(desc.num_recv_rows, dtype=torch.float32, device=ctx.device)
+    shares = plans.weight_shares(ctx.sizes.shape)
     ctx.launcher(("ll_weights",), plans.send_weights).launch(
-        plans.weight_shares(ctx.sizes.shape),
+        2 * shares,  # the first half push, the others copy
         weights_ptr=weights,
         kept_idx_ptr=desc.entries,
         copy_rows_ptr=copy_rows,
         out_ptr=out,
         num_tokens=weights.shape[0],
+        first_waiting=shares,
     )
     return out
 

@@ -148,7 +148,9 @@ def _values(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None,
     return values
 
 
-def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:
+def rebase_rows(
+    qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None = None, *, checked: bool = False
+) -> RowScaled:
     """Move every row of MXFP8 to the largest of its scales.
 
     qdata: [R, K] or [E, N, K] float8_e4m3fn. scale: the same shape with K / 32, uint8 or float8_e8m0fnu. offs:
@@ -157,9 +159,18 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | N
     An element keeps its value unless it becomes subnormal under the larger scale s: then it is rounded to a multiple of
     s * 2^-9, an error of at most s * 2^-10. A scale byte of 255 makes the scale of its row NaN.
 
+    checked: the operands are known to fit.
+
     Raises:
         InputError: shapes or dtypes that do not fit each other.
     """
+    if not checked:
+        _check_mx(qdata, scale, offs)
+    return RowScaled(*_rebase_rows(qdata, scale.view(torch.uint8), offs))
+
+
+def _check_mx(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None) -> None:
+    """Raise the errors of `rebase_rows`."""
     blocks = [*qdata.shape[:-1], qdata.shape[-1] // _BLOCK] if qdata.dim() else []
     if qdata.dim() not in (2, 3) or qdata.dtype != torch.float8_e4m3fn or qdata.shape[-1] % _BLOCK:
         raise InputError(
@@ -172,7 +183,6 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | N
             f"{list(scale.shape)} on {scale.device}."
         )
     _check_rows(offs, qdata)
-    return RowScaled(*_rebase_rows(qdata, scale.view(torch.uint8), offs))
 
 
 def quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:

@@ -386,7 +386,14 @@ class Launcher:
             if kept is not None:
                 self._note(kept.program)
                 return self._start_of_library(kept.kernel, request)
-        return self._start_of_jit(kind, request)
+        start = self._start_of_jit(kind, request)
+        if self._cache is not None and _has_boxes(request) and not self.is_hooked:
+            # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
+            kept = self._cache.kernel(request, torch._C._cuda_getDevice())
+            if kept is not None:
+                del self._told[kind]
+                return self._start_of_library(kept.kernel, request)
+        return start
 
     def _start_of_jit(self, kind: Any, request: KernelRequest) -> Start:
         self._use_jit()
@@ -509,6 +516,10 @@ def _inside(run: Any, given: Sequence[str], names: Mapping[str, Any]) -> tuple[s
         return name
 
     return f"launch({', '.join(map(written, calls[0]))})", known
+
+
+def _has_boxes(request: KernelRequest) -> bool:
+    return any(kind.startswith("tensordesc") for kind in request.types.values())
 
 
 def _is_boxes(request: KernelRequest, name: str) -> bool:

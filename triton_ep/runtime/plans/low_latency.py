@@ -60,7 +60,7 @@ def _weights_share(s: Shape) -> int:
 
 
 def weight_shares(s: Shape) -> int:
-    """Number of programs of `send_weights`."""
+    """Number of programs of `send_weights` that push, and of those that copy."""
     return -(-s.max_tokens // _weights_share(s))
 
 
