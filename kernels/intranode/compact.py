@@ -24,6 +24,7 @@ import triton.language as tl
 from ..device.arrivals import Arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
+from ..device.host_read import is_held
 from ..device.job import Job, num_nodes, state_at
 from ..device.payload import (
     MX,
@@ -142,7 +143,8 @@ def compact_rows_kernel(
 ):
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
-    arrived = tl.load(state_at(job, STATUS)) == 0
+    # A held dispatch sends nothing yet: the host launches this kernel again (device/host_read.py).
+    arrived = (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0)
     if parts.HAS_IDX:
         # A static buffer has more rows than arrive; a failed dispatch has none.
         num_rows = tl.minimum(tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS)), row_limit)

@@ -313,10 +313,12 @@ def dispatch_expand_kernel(
     tile: RowTile,
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
-    arrived = tl.load(state_at(job, STATUS)) == 0
+    in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
+    # Before the host has read the counts, there may be too little room, or nothing may come (device/host_read.py): then
+    # the host launches this kernel again.
+    arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= num_rows) & (is_held(job, placement_ptr) == 0)
     # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
     if landing.HAS_WEIGHTS:
-        in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
         fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), num_rows, 0.0)
     if landing.HAS_PADDING:
         if arrived:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -39,8 +39,9 @@ MANY = replace(FEW, tokens=(24, 17), routing="one_expert")
 
 
 @contextmanager
-def _order() -> Iterator[list[str]]:
-    """Events of dispatches in this process, in order: pushes launched, counts read, buffers grown."""
+def _order(received: bool = False) -> Iterator[list[str]]:
+    """Events of dispatches in this process, in order: pushes launched, counts read, buffers grown; with `received` also
+    receiving halves launched."""
     happened: list[str] = []
 
     def noting(owner: object, name: str, what: str) -> mock._patch:
@@ -56,6 +57,8 @@ def _order() -> Iterator[list[str]]:
         noting(dispatch_ops, "push", "push"),
         noting(DispatchCombineContext, "read_back", "read"),
         noting(SymmetricBuffers, "grow", "grow"),
+        noting(ExpertMajor, "receive", "receive") if received else nullcontext(),
+        noting(Deduplicated, "receive", "receive") if received else nullcontext(),
     ):
         yield happened
 
@@ -119,6 +122,77 @@ def test_rows_are_sent_before_the_counts_are_read_and_again_where_buffers_grow(
 ):
     """All ranks hold the dispatch that does not fit; after the growth its rows arrive as usual."""
     run_ranks(_check_growth, nodes, ranks_per_node, options)
+
+
+def _check_ahead(rank: int, nodes: int, ranks_per_node: int, options: dict) -> None:
+    # All tokens go to all experts, so the numbers of rows follow from those of tokens.
+    case = replace(Case("ahead", tokens=(24, 17), topk=4, experts=2, drop=0.0), **options)
+    tokens = {"first": (24, 17), "alike": (24, 16), "more": (40, 40), "alike again": (39, 40), "few": (3, 1),
+              "none": (0, 0), "some": (24, 17), "refused": (24, 17), "last": (24, 17)}  # fmt: skip
+    again = ["push", "receive", "read", "receive"]
+    wanted = {"first": ["push", "read", "receive"], "more": again, "few": again, "none": again,
+              "some": ["push", "read", "receive"]}  # fmt: skip
+    with make_layer(case, rank, nodes, ranks_per_node, max_tokens=40) as layer, _order(received=True) as happened:
+        for call, (name, of_ranks) in enumerate(tokens.items()):
+            if name == "refused":
+                x, ids = (each.to(layer.context.device) for each in _given(case, layer, rank, call))
+                ids[-1, 0] = 1000 if rank == 0 else ids[-1, 0]
+                with pytest.raises(EPError, match="1000"):
+                    layer.dispatch(x, ids)
+            else:
+                made = dispatch_and_check(layer, replace(case, tokens=of_ranks), call)
+                assert made.recv_x.shape[0] == made.desc.num_recv_rows
+                combine_and_check(layer, made)
+            inside = wanted.get(name, ["push", "receive", "read"])
+            # Between nodes the host reads first; after a refusal nothing is received.
+            assert happened == (inside if nodes == 1 else ["push", "read", "receive"][: 2 if name == "refused" else 3])
+            happened.clear()
+        layer.check()
+
+
+def _given(case: Case, layer: object, rank: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mine = workloads(case, layer.config.world_size, call)[rank]
+    return mine.x, mine.topk_idx
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "options", [{}, {"local_combine": True}, {"payload": "mxfp8", "alignment": 16}], ids=["plain", "local", "mxfp8"]
+)
+def test_rows_are_received_before_the_counts_are_read(run_ranks, chaos_seed, nodes, ranks_per_node, options):
+    """With room for as many rows as last time; again, if the room is too small or much too large. Nothing is received
+    of a refused dispatch, and the next one is right."""
+    run_ranks(_check_ahead, nodes, ranks_per_node, options)
+
+
+def _check_compact_ahead(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = Case("ahead", tokens=(24, 17), topk=4, experts=2, drop=0.0)
+    with make_layer(case, rank, nodes, ranks_per_node, max_tokens=40) as layer, _order(received=True) as happened:
+        for call, (of_ranks, want) in enumerate(
+            [((24, 17), 0), ((24, 17), 1), ((24, 16), 1), ((40, 40), 2), ((3, 2), 2), ((3, 2), 1)]
+        ):
+            works, device = workloads(replace(case, tokens=of_ranks), 2, call), current_heap().device
+            x, ids, weights = works[rank].x.to(device), works[rank].topk_idx.to(device), works[rank].topk_weights
+            got = layer.dispatch_compact(x, ids, weights.to(device))
+            order = [["push", "read", "receive"], ["push", "receive", "read"], ["push", "receive", "read", "receive"]]
+            assert happened == order[want if nodes == 1 else 0]
+            happened.clear()
+            e = layer.config.num_experts_per_rank
+            local = torch.cat([work.topk_idx for work in works]) - rank * e
+            mine = (local >= 0) & (local < e)
+            comes = mine.any(1)
+            assert torch.equal(got.x.cpu(), torch.cat([work.x for work in works])[comes])
+            assert torch.equal(got.topk_idx.cpu(), torch.where(mine, local, -1)[comes])
+            of_rows = torch.where(mine, torch.cat([work.topk_weights for work in works]), 0)[comes]
+            assert torch.equal(got.topk_weights.cpu(), of_rows)
+            layer.combine(got.x, got.layout_desc)
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+def test_compact_rows_are_received_before_the_counts_are_read(run_ranks, nodes, ranks_per_node):
+    """The same for compact rows, their ids and weights."""
+    run_ranks(_check_compact_ahead, nodes, ranks_per_node)
 
 
 def _check_compact_growth(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -97,6 +97,7 @@ class DispatchCombineContext:
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
+        self.rows_before: dict[str, int] = {}  # rows of the latest dispatch that the host has read, by its landing
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)

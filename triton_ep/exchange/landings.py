@@ -59,6 +59,14 @@ class Landing(ABC, Generic[Received]):
         """Allocate the results. The receiving half fills what does not arrive."""
 
     @abstractmethod
+    def room_ahead(self, ctx: DispatchCombineContext, num_rows: int) -> Arrivals:
+        """Numbers with which to `make` room for `num_rows` rows before the host knows how many arrive."""
+
+    @abstractmethod
+    def narrow(self, received: Received, arrivals: Arrivals) -> Received:
+        """The part of results with more room that `make` would have allocated for these numbers."""
+
+    @abstractmethod
     def receive(
         self,
         ctx: DispatchCombineContext,
@@ -107,6 +115,20 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         """Allocate rows; weights if there are some; output rows of staging rows if needed."""
         return dispatch_ops.make_received(
             ctx, fmt, arrivals.num_rows, arrivals.num_staged, has_weights, self.keep_copies, self.kind
+        )
+
+    def room_ahead(self, ctx: DispatchCombineContext, num_rows: int) -> Arrivals:
+        """All staging rows: the table of their output rows is short."""
+        return Arrivals(num_rows, ctx.sizes.arrival_rows, None)
+
+    def narrow(self, received: dispatch_ops.Received, arrivals: Arrivals) -> dispatch_ops.Received:
+        """The first rows, and the first lines of the table."""
+        (data, scale), weights, copies = received
+        rows, staged = arrivals.num_rows, arrivals.num_staged
+        return dispatch_ops.Received(
+            Rows(data[:rows], None if scale is None else scale[:rows]),
+            None if weights is None else weights[:rows],
+            None if copies is None else copies[:staged],
         )
 
     def receive(
@@ -166,6 +188,14 @@ class Deduplicated(Landing[compact_ops.Compact]):
     ) -> compact_ops.Compact:
         """Allocate rows; ids and weights if ids are wanted."""
         return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, arrivals.num_staged, self.idx_dtype, has_weights)
+
+    def room_ahead(self, ctx: DispatchCombineContext, num_rows: int) -> Arrivals:
+        """A row per staging row."""
+        return Arrivals(num_rows, num_rows, None)
+
+    def narrow(self, received: compact_ops.Compact, arrivals: Arrivals) -> compact_ops.Compact:
+        """The first rows."""
+        return compact_ops.Compact(*(None if part is None else part[: arrivals.num_rows] for part in received))
 
     def receive(
         self,

@@ -17,6 +17,7 @@ from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
+from triton_ep.context.rows import RowFormat
 from triton_ep.exchange import checks
 from triton_ep.exchange.landings import Landing
 from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
@@ -35,6 +36,11 @@ from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
+
+_AHEAD = 32
+"""Rows of the previous dispatch per row of additional room for the next one."""
+_MOST_WASTED = 2
+"""Most rows of room per received row. With more, rows are received again, into memory of the right size."""
 
 
 @reports_failure("dispatch", begun=False)
@@ -72,19 +78,27 @@ def dispatch(
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = push()
+    received: Received | None = None
     if reads:
+        ahead = None if split or request.refused else receive_ahead(ctx, fmt, landing, placement, has_weights, side)
         arrivals, grown = init_output_buffer(ctx, request, landing, placement)
         if grown:
             release_held(ctx, placement)
             routing_ops.place(ctx, fmt, routing, placement, request.scatter)
             side = push()
+        elif ahead is not None:
+            received = keep_ahead(landing, *ahead, arrivals)
+            side = None  # joined
+        ctx.rows_before[landing.counts] = arrivals.num_rows
     else:
         arrivals = known_arrivals(ctx, request, placement)
+    launched = received is not None
     # Allocate while rows are in flight.
-    received = landing.make(ctx, fmt, arrivals, has_weights)
+    received = landing.make(ctx, fmt, arrivals, has_weights) if received is None else received
     receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
-    if not split:
+    if not split and not launched:
         receive()
+    if not split:
         ctx.poll_status()
     cfg, deduplicated = ctx.config, landing.deduplicated
     desc = EPAllToAllLayoutDesc(
@@ -141,6 +155,36 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
         | HOST_BACKWARD * ctx.backward
         | HOST_READS * reads
     )
+
+
+def receive_ahead(
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    landing: Landing[Received],
+    placement: torch.Tensor,
+    has_weights: bool,
+    side: torch.cuda.Stream | None,
+) -> tuple[Received, int] | None:
+    """Launch the receiving half before the host reads the counts, with room for a few rows more than last time.
+
+    Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if the
+    dispatch is held or the room is too small. Only inside a node: rows from other nodes are forwarded, which must not
+    be repeated. Returns the results, and for how many rows they have room; None: nothing was launched.
+    """
+    before = ctx.rows_before.get(landing.counts, 0)
+    if not before or not ctx.config.is_intra_node:
+        return None
+    num_rows = before + before // _AHEAD
+    received = landing.make(ctx, fmt, landing.room_ahead(ctx, num_rows), has_weights)
+    landing.receive(ctx, fmt, received, placement, None, side)
+    return received, num_rows
+
+
+def keep_ahead(landing: Landing[Received], received: Received, num_rows: int, arrivals: Arrivals) -> Received | None:
+    """The rows that `receive_ahead` received; None: it had room for too few, or for so many that memory is wasted."""
+    if not arrivals.num_rows <= num_rows <= _MOST_WASTED * arrivals.num_rows:
+        return None
+    return landing.narrow(received, arrivals)
 
 
 def init_output_buffer(
