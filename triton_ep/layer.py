@@ -29,7 +29,8 @@ from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
 from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched
-from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor, compact_rows
+from triton_ep.exchange.landings import EXPERT_MAJOR, Ahead, CompactRows, Deduplicated, ExpertMajor, compact_rows
+from triton_ep.exchange.ranges import call_range
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
 from triton_ep.mx.tensor import MXTensor
@@ -461,6 +462,21 @@ class EPAll2AllLayer:
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 
+    def dispatch_ahead(
+        self, input: torch.Tensor, exp_indices: torch.Tensor, weight: torch.Tensor | None, landing: str | None
+    ) -> Ahead:
+        """`dispatch` for callers that launch work on the rows before the host knows how many arrive. No low latency.
+
+        Without a capacity, `dispatch` waits for that number. Here the rows may have room for more than arrive, by
+        experience of the previous dispatch, as with a capacity. If more arrive than there is room for, or another rank
+        refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`.
+        """
+        self._begin("dispatch", input, weight)
+        with call_range("dispatch", self.context):
+            request = self._requests.dispatch(PLAIN, landing, input, exp_indices, weight, None)
+            sent = steps.dispatch(self.context, request, EXPERT_MAJOR[landing], later=True)
+        return EXPERT_MAJOR[landing].ahead(sent, self.config)
+
     def dispatch_to_slabs(
         self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor | None, slabs: Rows, split: bool
     ) -> tuple[torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook | EPEvent | None]:
@@ -691,21 +707,12 @@ class EPAll2AllLayer:
         return out if end is None else (out, end)
 
     def send_weights(self, weights: torch.Tensor, layout_desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-        """Bring weights to the rows of a low-latency dispatch, for `combine`. Collective.
-
-        For callers that know the weights late. Weights given to `dispatch` need no launch of their own.
-
-        Args:
-            weights: [T, K] float32, contiguous, of the tokens and expert ids of that dispatch.
-            layout_desc: its descriptor.
-
-        Returns:
-            [R] float32, one per row of `recv_x`; undefined for rows that belong to no token.
+        """Bring weights [T, K] float32 to the rows of a low-latency dispatch: [R] float32, for `combine`; undefined for
+        rows that belong to no token. Collective. Weights given to `dispatch` need no launch of their own.
 
         Raises:
             ConfigError: the layer is not low-latency.
-            InputError, StaleHandleError: as `combine`.
-            WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
+            InputError, StaleHandleError, WaitTimeout: as `combine`.
         """
         ctx = self.context
         self._begin_combine(weights)
@@ -937,5 +944,4 @@ class EPAll2AllLayer:
         """Send a request and return the results of `dispatch`, with rows in the format of `landing`."""
         land = EXPERT_MAJOR[landing]
         sent = self._send(request, land, split)
-        rows = land.output(sent.received.x, self.config)
-        return (rows, sent.received.weights, sent.desc), sent.receive
+        return land.results(sent, self.config), sent.receive

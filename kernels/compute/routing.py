@@ -270,13 +270,12 @@ def routing_slots_kernel(
     recv_capacity,
     sizes: Sizes,
 ):
-    if is_held(job, placement_ptr):
-        return
     num_chunks = tl.num_programs(0) - 1
-    failed = tl.load(state_at(job, STATUS)) != 0
+    # A held dispatch is placed again once it may go on; products that have been launched already then find no tiles.
+    nothing = (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr)
     if tl.program_id(0) == num_chunks:
-        _write_tiles(job, placement_ptr, failed, sizes.EP)
-    if failed | (tl.program_id(0) == num_chunks):
+        _write_tiles(job, placement_ptr, nothing, sizes.EP)
+    if nothing | (tl.program_id(0) == num_chunks):
         return
     dst_row_ptr = entry_field(entries, DST_ROW)
     stage_row_ptr = entry_field(entries, STAGE_ROW)
@@ -334,10 +333,10 @@ def routing_slots_kernel(
 
 
 @triton.jit
-def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
-    """Write the tile table of this rank's output rows; a failed dispatch has no rows."""
+def _write_tiles(job, placement_ptr, nothing, EP: tl.constexpr):
+    """Write the tile table of this rank's output rows; without rows, if nothing comes."""
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
-    num_rows = tl.where(failed, 0, tl.load(num_rows_of(job, placement_ptr)))
+    num_rows = tl.where(nothing, 0, tl.load(num_rows_of(job, placement_ptr)))
     experts = job.experts_per_rank
     max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts
     tiles_ptr = tiles_of(job, placement_ptr)

@@ -38,9 +38,10 @@ _CLEARED = tl.constexpr(256)
 
 
 @triton.jit
-def tiles_in_table(table_ptr):
-    """Number of tiles of a table."""
-    return tl.load(table_ptr + _NUM_TILES)
+def tiles_in_table(table_ptr, num_rows):
+    """Number of tiles of a table; 0 if its rows do not fit into `num_rows` rows, which were allocated too early."""
+    fits = tl.load(table_ptr + _ROWS_IN_USE) <= num_rows
+    return tl.where(fits, tl.load(table_ptr + _NUM_TILES), 0)
 
 
 @triton.jit

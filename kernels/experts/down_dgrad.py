@@ -238,7 +238,7 @@ def down_dgrad_kernel(
 ):
     HALF_M: tl.constexpr = tile.BLOCK_M // 2
     tiles_n = tl.cdiv(sizes.ffn, tile.BLOCK_N)
-    num_tiles = table_tiles(tiles_ptr, tile.BLOCK_M) * tiles_n
+    num_tiles = table_tiles(tiles_ptr, sizes.num_rows, tile.BLOCK_M) * tiles_n
     for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN):
         expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)
         col = tile_n * tile.BLOCK_N
@@ -290,7 +290,7 @@ def row_weight_gradient_kernel(
     """A program takes ROWS rows of a tile."""
     SUB: tl.constexpr = TILE_ROWS // block.ROWS
     tile = tl.program_id(0) // SUB
-    if tile < tiles_in_table(tiles_ptr):
+    if tile < tiles_in_table(tiles_ptr, num_rows):
         expert, first_row, num_rows_of_tile, _ = rows_of_tile(tiles_ptr, tile)
         within = tl.program_id(0) % SUB * block.ROWS + tl.arange(0, block.ROWS)
         rows = first_row + within

@@ -52,9 +52,10 @@ class Factors(NamedTuple):
 
 
 @triton.jit
-def table_tiles(tiles_ptr, BLOCK_M: tl.constexpr):
-    """Number of tile rows, BLOCK_M rows each, for which the records of a table have room."""
-    return tiles_in_table(tiles_ptr) * (TILE_ROWS // BLOCK_M)
+def table_tiles(tiles_ptr, num_rows, BLOCK_M: tl.constexpr):
+    """Number of tile rows, BLOCK_M rows each, for which the records of a table have room; 0 if the rows of the table do
+    not fit into `num_rows`."""
+    return tiles_in_table(tiles_ptr, num_rows) * (TILE_ROWS // BLOCK_M)
 
 
 @triton.jit

@@ -128,7 +128,7 @@ def rows_product_kernel(
     HALF_M: tl.constexpr = tile.BLOCK_M // 2
     tiles_n = tl.cdiv(n, tile.BLOCK_N)
     if segments.TABLE:
-        num_tiles = table_tiles(segments.tiles_ptr, tile.BLOCK_M) * tiles_n
+        num_tiles = table_tiles(segments.tiles_ptr, segments.num_rows, tile.BLOCK_M) * tiles_n
     else:
         starts, sizes, tiles, after = segment_tiles(segments, tiles_n, tile.BLOCK_M)
         num_tiles = tl.sum(tiles)

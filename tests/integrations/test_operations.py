@@ -198,9 +198,12 @@ def _check_expert_major_rows(rank: int, nodes: int, ranks_per_node: int) -> None
         doors,
         layers,
         {
-            "hybrid_ep dispatch by map": ("dispatch", 3),  # rows of assignments, and the bytes of the map
-            "hybrid_ep dispatch by ids": ("dispatch", 1),  # rows of assignments
-            "hybrid_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 1),
+            "hybrid_ep dispatch by map": (
+                "dispatch",
+                4,
+            ),  # rows of assignments, their lines in use, and the bytes of the map
+            "hybrid_ep dispatch by ids": ("dispatch", 2),  # rows of assignments, and their lines in use
+            "hybrid_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 2),
             "hybrid_ep combine": ("combine", 0),
             "hybrid_ep dispatch again": ("dispatch again", 0),
             "elastic dispatch": ("dispatch that sums", 0),

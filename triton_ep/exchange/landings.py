@@ -9,9 +9,9 @@ allocates them, and copies the staging rows into them. Low-latency layers always
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 
@@ -152,6 +152,22 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         scale = rows.scale.view(torch.float8_e8m0fnu)
         return MXTensor(rows.data, scale, torch.float8_e4m3fn, 32, config.token_dtype)
 
+    def results(
+        self, sent: Sent[dispatch_ops.Received], config: EPConfig
+    ) -> tuple[torch.Tensor | MXTensor | RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """The results of a dispatch."""
+        return self.output(sent.received.x, config), sent.received.weights, sent.desc
+
+    def ahead(self, sent: Sent[dispatch_ops.Received], config: EPConfig) -> Ahead:
+        """The results of a dispatch whose counts the host may not have read."""
+        late = sent.settle
+
+        def settle() -> Ahead | None:
+            again = None if late is None else late()
+            return None if again is None else self.ahead(again, config)
+
+        return Ahead(*self.results(sent, config), None if late is None else settle)
+
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 """Expert-major landings by the `landing` of a dispatch."""
@@ -195,7 +211,9 @@ class Deduplicated(Landing[compact_ops.Compact]):
 
     def narrow(self, received: compact_ops.Compact, arrivals: Arrivals) -> compact_ops.Compact:
         """The first rows."""
-        return compact_ops.Compact(*(None if part is None else part[: arrivals.num_rows] for part in received))
+        rows = arrivals.num_rows
+        of_rows = [None if part is None else part[:rows] for part in received[1:]]
+        return compact_ops.Compact(received.x[:rows], *of_rows)
 
     def receive(
         self,
@@ -208,6 +226,22 @@ class Deduplicated(Landing[compact_ops.Compact]):
     ) -> None:
         """Forward, wait, and copy each staging row to the output as it is."""
         compact_ops.receive(ctx, fmt, received, placement, forward, side)
+
+
+class Ahead(NamedTuple):
+    """Results of `dispatch_ahead`: what `dispatch` returns, and what is left to do.
+
+    Attributes:
+        rows, weights, desc: as of `dispatch`; rows from `desc.expert_offsets[-1]` on are undefined.
+        settle: to be called once, before `combine`: waits for the counts and raises the errors of `dispatch`. Returns
+            None, or, if the room was too small, the results again, for which the work must be repeated. None: the host
+            has read the counts, or never does.
+    """
+
+    rows: Any
+    weights: Any
+    desc: EPAllToAllLayoutDesc
+    settle: Callable[[], Ahead | None] | None
 
 
 @dataclass(frozen=True)

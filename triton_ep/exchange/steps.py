@@ -45,7 +45,11 @@ _MOST_WASTED = 2
 
 @reports_failure("dispatch", begun=False)
 def dispatch(
-    ctx: DispatchCombineContext, request: Request, landing: Landing[Received], split: bool = False
+    ctx: DispatchCombineContext,
+    request: Request,
+    landing: Landing[Received],
+    split: bool = False,
+    later: bool = False,
 ) -> Sent[Received]:
     """Run all steps of a request.
 
@@ -53,6 +57,7 @@ def dispatch(
     in that, because the other ranks wait for them.
 
     split: the caller launches the receiving half; otherwise it has been launched.
+    later: the host may read the counts later, by `Sent.settle`, and until then results may have more rows than arrive.
     """
     reads = ctx.config.recv_capacity is None and request.num_rows is None
     if reads:
@@ -75,34 +80,76 @@ def dispatch(
         dispatch_ops.push(ctx, fmt, rows, routing, placement)
         return side
 
+    def sent(arrivals: Arrivals, received: Received, receive: Callable[[], None] = _no_more) -> Sent[Received]:
+        desc = describe(ctx, request, landing, routing, placement, forward, arrivals, received)
+        return Sent(received, desc, arrivals.host_counts, receive)
+
+    def receive_now(arrivals: Arrivals, side: torch.cuda.Stream | None) -> Sent[Received]:
+        # Allocates while rows are in flight.
+        received = landing.make(ctx, fmt, arrivals, has_weights)
+        receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
+        if split:
+            return sent(arrivals, received, receive)
+        receive()
+        return sent(arrivals, received)
+
+    def read_counts(side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:
+        arrivals, grown = init_output_buffer(ctx, request, landing, placement)
+        ctx.rows_before[landing.counts] = arrivals.num_rows
+        if not grown:
+            return arrivals, False, side
+        release_held(ctx, placement)
+        routing_ops.place(ctx, fmt, routing, placement, request.scatter)
+        return arrivals, True, push()
+
+    def settle(room: int) -> Sent[Received] | None:
+        arrivals, grown, side = read_counts(None)
+        return receive_now(arrivals, side) if grown or arrivals.num_rows > room else None
+
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = push()
-    received: Received | None = None
-    if reads:
-        ahead = None if split or request.refused else receive_ahead(ctx, fmt, landing, placement, has_weights, side)
-        arrivals, grown = init_output_buffer(ctx, request, landing, placement)
-        if grown:
-            release_held(ctx, placement)
-            routing_ops.place(ctx, fmt, routing, placement, request.scatter)
-            side = push()
-        elif ahead is not None:
-            received = keep_ahead(landing, *ahead, arrivals)
-            side = None  # joined
-        ctx.rows_before[landing.counts] = arrivals.num_rows
+    ahead = None
+    if reads and not split and not request.refused:
+        ahead = receive_ahead(ctx, fmt, landing, placement, has_weights, side)
+        side = side if ahead is None else None  # joined
+    if ahead is not None and later:
+        received, room = ahead
+        made = sent(landing.room_ahead(ctx, room), received)
+        made.settle = partial(_settled, ctx, partial(settle, room))
+    elif reads:
+        arrivals, grown, side = read_counts(side)
+        kept = None if ahead is None or grown else keep_ahead(landing, *ahead, arrivals)
+        made = receive_now(arrivals, side) if kept is None else sent(arrivals, kept)
     else:
-        arrivals = known_arrivals(ctx, request, placement)
-    launched = received is not None
-    # Allocate while rows are in flight.
-    received = landing.make(ctx, fmt, arrivals, has_weights) if received is None else received
-    receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
-    if not split and not launched:
-        receive()
+        made = receive_now(known_arrivals(ctx, request, placement), side)
     if not split:
         ctx.poll_status()
+    return made
+
+
+@reports_failure("dispatch", begun=True)
+def _settled(ctx: DispatchCombineContext, settle: Callable[[], Sent[Received] | None]) -> Sent[Received] | None:
+    """Read the counts of a dispatch; receive its rows again if that is necessary."""
+    again = settle()
+    ctx.poll_status()
+    return again
+
+
+def describe(
+    ctx: DispatchCombineContext,
+    request: Request,
+    landing: Landing[Received],
+    routing: routing_ops.Routing,
+    placement: torch.Tensor,
+    forward: torch.Tensor | None,
+    arrivals: Arrivals,
+    received: Received,
+) -> EPAllToAllLayoutDesc:
+    """The descriptor of the latest dispatch."""
     cfg, deduplicated = ctx.config, landing.deduplicated
-    desc = EPAllToAllLayoutDesc(
-        num_dispatch_token_cur_rank=rows.data.shape[0],
+    return EPAllToAllLayoutDesc(
+        num_dispatch_token_cur_rank=request.rows.data.shape[0],
         num_recv_rows=arrivals.num_rows,
         entries=routing.entries,
         placement=placement,
@@ -115,7 +162,6 @@ def dispatch(
         compact=deduplicated,
         host_expert_offsets=None if deduplicated else arrivals.host_counts,
     )
-    return Sent(received, desc, arrivals.host_counts, receive)
 
 
 def preprocess(

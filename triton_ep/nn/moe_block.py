@@ -108,6 +108,9 @@ class MoEBlock:
         grad_landing: form of the gradients of their results.
         turn: context manager around each pass, given its name; may refuse the pass.
         before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
+        ahead_in_inference, ahead_in_training: without a capacity, launch the forward pass of the experts before the
+            host knows how many rows arrive. There may be room for fewer than `expert_offsets` says: then kernels must
+            leave out what does not fit, and `forward` is called again.
     """
 
     layer: EPAll2AllLayer
@@ -116,6 +119,8 @@ class MoEBlock:
     grad_landing: str | None = None
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
+    ahead_in_inference: bool = False
+    ahead_in_training: bool = False
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -143,23 +148,36 @@ class MoEBlock:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
-            rows, row_weights, desc = self._dispatch(x, topk_idx, topk_weights, self.before(params))
+            ahead = self.ahead_in_training if keep else self.ahead_in_inference
+            given = (x, topk_idx, topk_weights)
+            rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
             y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
+            # The host waits for the counts here, where the GPU has work.
+            again = None if settle is None else settle()
+            if again is not None:
+                del rows, y, saved
+                rows, row_weights, desc, _ = again
+                y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             return self.layer.combine(y, desc), desc, saved
 
-    def _dispatch(self, *args: Any) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc]:
-        """Call `layer.dispatch` with all arguments but the last: work of the experts that needs no rows, or None."""
-        *given, work = args
+    def _dispatch(
+        self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Callable[[], None] | None, ahead: bool
+    ) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc, Callable[[], Any] | None]:
+        """Results as of `layer.dispatch_ahead`.
+
+        work: of the experts, which needs no rows; None: none. ahead: the counts may be read after the experts' work.
+        """
+        if work is None and ahead:
+            return self.layer.dispatch_ahead(*given, self.landing)
         if work is None:
-            received: tuple[Any, torch.Tensor, EPAllToAllLayoutDesc] = self.layer.dispatch(*given, landing=self.landing)
-            return received
+            return *self.layer.dispatch(*given, landing=self.landing), None
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)
         *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
         arrived.current_stream_wait()
         rows, row_weights, desc = found
-        return rows, row_weights, desc
+        return rows, row_weights, desc, None
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call the experts. If they raise, report the failure to the other ranks, which will wait for this one."""

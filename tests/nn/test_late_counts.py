@@ -1,0 +1,109 @@
+"""Exact MoE modules launch their experts before the host knows how many rows arrive."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from triton_ep.distributed import current_heap
+from triton_ep.errors import EPError
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn import MoE, finalize_exchanges
+from triton_ep.nn.expert_block import ExpertBlock
+
+HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 4, 4, 96
+# Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow.
+CALLS = {
+    "first": ((24, 17), ["read", "experts", "combine"]),
+    "alike": ((24, 17), ["experts", "read", "combine"]),
+    "fewer": ((20, 17), ["experts", "read", "combine"]),
+    "more": ((96, 96), ["experts", "read", "experts", "combine"]),
+    "refused": ((90, 96), []),
+    "after it": ((90, 96), ["experts", "read", "combine"]),
+    "none": ((0, 0), ["experts", "read", "combine"]),
+    "some": ((3, 1), ["read", "experts", "combine"]),
+}
+
+
+@contextmanager
+def _order() -> Iterator[list[str]]:
+    """What passes of a module do, in order: the host reads counts, experts run, combine."""
+    happened: list[str] = []
+
+    def noting(owner: Any, name: str, what: str) -> Any:
+        before = getattr(owner, name)
+
+        def noted(*given: Any, **named: Any) -> Any:
+            happened.append(what)
+            return before(*given, **named)
+
+        return mock.patch.object(owner, name, noted)
+
+    from triton_ep.context.context import DispatchCombineContext
+
+    with (
+        noting(DispatchCombineContext, "read_back", "read"),
+        noting(ExpertBlock, "forward", "experts"),
+        noting(EPAll2AllLayer, "combine", "combine"),
+    ):
+        yield happened
+
+
+def _module(payload: str | None, capacity: int | None) -> MoE:
+    torch.manual_seed(1)
+    sizes = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": MOST, "capacity": capacity}
+    return MoE(HIDDEN, FFN, **sizes, payload=payload, router=False)
+
+
+def _pass(moe: MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, training: bool) -> list[torch.Tensor]:
+    """The result and, in training, the gradients of tokens, weights and parameters."""
+    if not training:
+        with torch.no_grad():
+            return [moe(x, topk_idx=ids, topk_weights=weights)]
+    leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+    y = moe(leaves[0], topk_idx=ids, topk_weights=leaves[1])
+    y.backward(torch.ones_like(y) if not y.numel() else y.detach() / 2)
+    found = [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in moe.parameters())]
+    moe.zero_grad()
+    return found
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, training: bool) -> None:
+    device = current_heap().device
+    exact, static = _module(payload, None), _module(payload, 2 * MOST * TOPK)
+    for call, (name, (tokens, wanted)) in enumerate(CALLS.items()):
+        draw = torch.Generator().manual_seed(100 * call + rank)
+        x = torch.randn(tokens[rank], HIDDEN, generator=draw).bfloat16().to(device)
+        ids = torch.stack([torch.randperm(EXPERTS, generator=draw) for _ in range(MOST)])[: tokens[rank]].to(device)
+        weights = torch.rand(tokens[rank], TOPK, generator=draw).to(device)
+        if name == "refused":
+            if rank == 1:
+                ids[:, 1] = 999
+            with pytest.raises(EPError, match="999"):
+                _pass(exact, x, ids, weights, training)
+            continue
+        with _order() as happened:
+            found = _pass(exact, x, ids, weights, training)
+        # Of bf16 rows, the backward pass needs those that arrived: the counts come first.
+        late = not (training and payload is None)
+        expected = wanted if late else CALLS["first"][1]
+        assert happened[: len(expected)] == expected, (name, happened)
+        for got, want in zip(found, _pass(static, x, ids, weights, training), strict=True):
+            assert torch.equal(got, want), name
+    finalize_exchanges()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("payload", [None, "mxfp8"], ids=["bf16", "mxfp8"])
+def test_experts_run_before_the_counts_are_read(
+    run_ranks: Callable[..., Any],
+    chaos_seed: int | None,
+    payload: str | None,
+    training: bool,
+) -> None:
+    """Every bit is that of a module with a capacity; more rows than there is room for make the experts run again; a
+    refused call raises on every rank, and the next one is right."""
+    run_ranks(_check, 1, 2, payload, training)
