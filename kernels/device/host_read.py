@@ -3,7 +3,7 @@
 In an exact dispatch the host needs numbers from the device: it sizes the output by them, raises the errors that ranks
 report about arguments, and grows buffers. The program that computes them (internode/splits.py) writes them to host
 memory, which the host polls: no copy, no call of the driver. The kernels that send rows are launched before that, and
-inside a node those that receive them, too, with room for as many rows as last time. If the host will have nothing to
+inside a node those that receive them, too, with room for as many rows as lately. If the host will have nothing to
 do, they go on at once. Otherwise the dispatch is *held*: they return without having written anything, here or
 elsewhere; the host raises, or grows buffers and launches them again. Receiving kernels are also launched again if the
 room was too small.

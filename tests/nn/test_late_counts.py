@@ -17,13 +17,13 @@ from triton_ep.nn.expert_block import ExpertBlock
 HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 4, 4, 96
 # Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow.
 CALLS = {
-    "first": ((24, 17), ["read", "experts", "combine"]),
-    "alike": ((24, 17), ["experts", "read", "combine"]),
-    "fewer": ((20, 17), ["experts", "read", "combine"]),
-    "more": ((96, 96), ["experts", "read", "experts", "combine"]),
-    "refused": ((90, 96), []),
-    "after it": ((90, 96), ["experts", "read", "combine"]),
-    "none": ((0, 0), ["experts", "read", "combine"]),
+    "first": ((64, 60), ["read", "experts", "combine"]),
+    "alike": ((64, 60), ["experts", "read", "combine"]),
+    "fewer": ((64, 50), ["experts", "read", "combine"]),
+    "more": ((96, 63), ["experts", "read", "experts", "combine"]),
+    "refused": ((90, 60), []),
+    "after it": ((90, 60), ["experts", "read", "combine"]),
+    "none": ((0, 0), ["read", "experts", "combine"]),
     "some": ((3, 1), ["read", "experts", "combine"]),
 }
 
@@ -96,13 +96,11 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, trai
     finalize_exchanges()
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("payload", [None, "mxfp8"], ids=["bf16", "mxfp8"])
 def test_experts_run_before_the_counts_are_read(
-    run_ranks: Callable[..., Any],
-    chaos_seed: int | None,
-    payload: str | None,
-    training: bool,
+    run_ranks: Callable[..., Any], payload: str | None, training: bool
 ) -> None:
     """Every bit is that of a module with a capacity; more rows than there is room for make the experts run again; a
     refused call raises on every rank, and the next one is right."""

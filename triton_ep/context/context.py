@@ -46,6 +46,8 @@ from triton_ep.runtime.launch import INTERPRETING, aot_for
 
 NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
+_FORGOTTEN = 256
+"""A dispatch takes one part in so many off the rows that earlier ones received."""
 _OF_ONE_RANK = (AotArchMismatch, AotCorrupted, AotMiss, LaunchError)
 """Errors of this package that a single rank may raise in the middle of a call."""
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -97,7 +99,7 @@ class DispatchCombineContext:
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
-        self.rows_before: dict[str, int] = {}  # rows of the latest dispatch that the host has read, by its landing
+        self._rows_before: dict[tuple[str, int], int] = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
@@ -376,6 +378,21 @@ class DispatchCombineContext:
     def is_capturing(self) -> bool:
         """Whether a CUDA graph captures the current stream."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def note_rows(self, landing: str, num_tokens: int, num_rows: int) -> None:
+        """Note how many rows an exact dispatch of `num_tokens` tokens of this rank received, for `rows_before`."""
+        key, before = (landing, num_tokens.bit_length()), self.rows_before(landing, num_tokens)
+        if before > 2 * num_rows:
+            before = 0  # other sizes from now on
+        self._rows_before[key] = max(num_rows, before - -(-before // _FORGOTTEN))
+
+    def rows_before(self, landing: str, num_tokens: int) -> int:
+        """The most rows that a recent exact dispatch of about as many tokens received; 0: there was none.
+
+        Each later dispatch takes a little off an earlier number. Prefill and decoding, whose numbers of tokens differ,
+        have numbers of their own.
+        """
+        return self._rows_before.get((landing, num_tokens.bit_length()), 0)
 
     def read_back(self) -> list[int]:
         """The words of a dispatch's `placement` up to `overflow`, once the device has published them to the host.

@@ -38,7 +38,7 @@ from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 
 _AHEAD = 32
-"""Rows of the previous dispatch per row of additional room for the next one."""
+"""Rows of recent dispatches per row of additional room for the next one."""
 _MOST_WASTED = 2
 """Most rows of room per received row. With more, rows are received again, into memory of the right size."""
 
@@ -95,7 +95,7 @@ def dispatch(
 
     def read_counts(side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:
         arrivals, grown = init_output_buffer(ctx, request, landing, placement)
-        ctx.rows_before[landing.counts] = arrivals.num_rows
+        ctx.note_rows(landing.counts, rows.data.shape[0], arrivals.num_rows)
         if not grown:
             return arrivals, False, side
         release_held(ctx, placement)
@@ -111,7 +111,8 @@ def dispatch(
     side = push()
     ahead = None
     if reads and not split and not request.refused:
-        ahead = receive_ahead(ctx, fmt, landing, placement, has_weights, side)
+        before = ctx.rows_before(landing.counts, rows.data.shape[0])
+        ahead = receive_ahead(ctx, fmt, landing, placement, has_weights, before, side)
         side = side if ahead is None else None  # joined
     if ahead is not None and later:
         received, room = ahead
@@ -209,15 +210,16 @@ def receive_ahead(
     landing: Landing[Received],
     placement: torch.Tensor,
     has_weights: bool,
+    before: int,
     side: torch.cuda.Stream | None,
 ) -> tuple[Received, int] | None:
-    """Launch the receiving half before the host reads the counts, with room for a few rows more than last time.
+    """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
 
     Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if the
     dispatch is held or the room is too small. Only inside a node: rows from other nodes are forwarded, which must not
-    be repeated. Returns the results, and for how many rows they have room; None: nothing was launched.
+    be repeated. before: rows of recent dispatches; 0: there was none. Returns the results, and for how many rows they
+    have room; None: nothing was launched.
     """
-    before = ctx.rows_before.get(landing.counts, 0)
     if not before or not ctx.config.is_intra_node:
         return None
     num_rows = before + before // _AHEAD
