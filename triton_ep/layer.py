@@ -944,4 +944,5 @@ class EPAll2AllLayer:
         """Send a request and return the results of `dispatch`, with rows in the format of `landing`."""
         land = EXPERT_MAJOR[landing]
         sent = self._send(request, land, split)
-        return land.results(sent, self.config), sent.receive
+        rows = land.output(sent.received.x, self.config)
+        return (rows, sent.received.weights, sent.desc), sent.receive

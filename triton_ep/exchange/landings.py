@@ -152,12 +152,6 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         scale = rows.scale.view(torch.float8_e8m0fnu)
         return MXTensor(rows.data, scale, torch.float8_e4m3fn, 32, config.token_dtype)
 
-    def results(
-        self, sent: Sent[dispatch_ops.Received], config: EPConfig
-    ) -> tuple[torch.Tensor | MXTensor | RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """The results of a dispatch."""
-        return self.output(sent.received.x, config), sent.received.weights, sent.desc
-
     def ahead(self, sent: Sent[dispatch_ops.Received], config: EPConfig) -> Ahead:
         """The results of a dispatch whose counts the host may not have read."""
         late = sent.settle
@@ -166,7 +160,9 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
             again = None if late is None else late()
             return None if again is None else self.ahead(again, config)
 
-        return Ahead(*self.results(sent, config), None if late is None else settle)
+        received = sent.received
+        rows = self.output(received.x, config)
+        return Ahead(rows, received.weights, sent.desc, None if late is None else settle)
 
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}

@@ -9,12 +9,15 @@ which sends rows first and counts afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic
 
 import torch
 
 from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
 from triton_ep.context.rows import RowFormat
@@ -69,100 +72,124 @@ def dispatch(
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
-    has_weights = routing.weights is not None
-    forward = dispatch_ops.make_forward(ctx)
-    quantized = rows is not request.rows
-
-    def push() -> torch.cuda.Stream | None:
-        side = dispatch_ops.fork(ctx, quantized, split)
-        if not ctx.config.is_intra_node:
-            dispatch_ops.send(ctx, fmt, rows, routing, placement)
-        dispatch_ops.push(ctx, fmt, rows, routing, placement)
-        return side
-
-    def sent(arrivals: Arrivals, received: Received, receive: Callable[[], None] = _no_more) -> Sent[Received]:
-        desc = describe(ctx, request, landing, routing, placement, forward, arrivals, received)
-        return Sent(received, desc, arrivals.host_counts, receive)
-
-    def receive_now(arrivals: Arrivals, side: torch.cuda.Stream | None) -> Sent[Received]:
-        # Allocates while rows are in flight.
-        received = landing.make(ctx, fmt, arrivals, has_weights)
-        receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
-        if split:
-            return sent(arrivals, received, receive)
-        receive()
-        return sent(arrivals, received)
-
-    def read_counts(side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:
-        arrivals, grown = init_output_buffer(ctx, request, landing, placement)
-        ctx.note_rows(landing.counts, rows.data.shape[0], arrivals.num_rows)
-        if not grown:
-            return arrivals, False, side
-        release_held(ctx, placement)
-        routing_ops.place(ctx, fmt, routing, placement, request.scatter)
-        return arrivals, True, push()
-
-    def settle(room: int) -> Sent[Received] | None:
-        arrivals, grown, side = read_counts(None)
-        return receive_now(arrivals, side) if grown or arrivals.num_rows > room else None
-
-    routing_ops.place(ctx, fmt, routing, placement, request.scatter)
+    forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
+    flight = Flight(ctx, request, landing, split, rows, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
-    side = push()
-    ahead = None
-    if reads and not split and not request.refused:
-        before = ctx.rows_before(landing.counts, rows.data.shape[0])
-        ahead = receive_ahead(ctx, fmt, landing, placement, has_weights, before, side)
-        side = side if ahead is None else None  # joined
+    side = flight.send()
+    ahead = flight.receive_ahead(side) if reads and not split and not request.refused else None
     if ahead is not None and later:
-        received, room = ahead
-        made = sent(landing.room_ahead(ctx, room), received)
-        made.settle = partial(_settled, ctx, partial(settle, room))
+        made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
+        made.settle = partial(_settle, ctx, flight, ahead[1])
     elif reads:
-        arrivals, grown, side = read_counts(side)
-        kept = None if ahead is None or grown else keep_ahead(landing, *ahead, arrivals)
-        made = receive_now(arrivals, side) if kept is None else sent(arrivals, kept)
+        made = flight.read_and_receive(ahead, side)
     else:
-        made = receive_now(known_arrivals(ctx, request, placement), side)
+        made = flight.receive(known_arrivals(ctx, request, placement), side)
     if not split:
         ctx.poll_status()
     return made
 
 
 @reports_failure("dispatch", begun=True)
-def _settled(ctx: DispatchCombineContext, settle: Callable[[], Sent[Received] | None]) -> Sent[Received] | None:
-    """Read the counts of a dispatch; receive its rows again if that is necessary."""
-    again = settle()
+def _settle(ctx: DispatchCombineContext, flight: Flight[Received], room: int) -> Sent[Received] | None:
+    """Read the counts of a dispatch whose rows were received ahead; receive them again if they did not fit."""
+    arrivals, grown, side = flight.read_counts(None)
+    again = flight.receive(arrivals, side) if grown or arrivals.num_rows > room else None
     ctx.poll_status()
     return again
 
 
-def describe(
-    ctx: DispatchCombineContext,
-    request: Request,
-    landing: Landing[Received],
-    routing: routing_ops.Routing,
-    placement: torch.Tensor,
-    forward: torch.Tensor | None,
-    arrivals: Arrivals,
-    received: Received,
-) -> EPAllToAllLayoutDesc:
-    """The descriptor of the latest dispatch."""
-    cfg, deduplicated = ctx.config, landing.deduplicated
-    return EPAllToAllLayoutDesc(
-        num_dispatch_token_cur_rank=request.rows.data.shape[0],
-        num_recv_rows=arrivals.num_rows,
-        entries=routing.entries,
-        placement=placement,
-        shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
-        layer_id=ctx.layer_id,
-        dispatch_number=ctx.num_dispatches,
-        forward=forward,
-        skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine or deduplicated else None,
-        full_scatter=request.scatter is not None,
-        compact=deduplicated,
-        host_expert_offsets=None if deduplicated else arrivals.host_counts,
-    )
+@dataclass(slots=True)
+class Flight(Generic[Received]):
+    """A dispatch whose counts have been exchanged, and its remaining steps.
+
+    Attributes:
+        ctx, request, landing, split: arguments of `dispatch`.
+        rows: in wire form. fmt: their format.
+        routing, placement: of `preprocess`.
+        forward: tables for rows that other nodes send, or None.
+    """
+
+    ctx: DispatchCombineContext
+    request: Request
+    landing: Landing[Received]
+    split: bool
+    rows: Rows
+    fmt: RowFormat
+    routing: routing_ops.Routing
+    placement: torch.Tensor
+    forward: torch.Tensor | None
+
+    def send(self) -> torch.cuda.Stream | None:
+        """Place and send the rows. Returns the stream on which they are received meanwhile, or None."""
+        ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
+        routing_ops.place(ctx, fmt, routing, placement, self.request.scatter)
+        side = dispatch_ops.fork(ctx, rows is not self.request.rows, self.split)
+        if not ctx.config.is_intra_node:
+            dispatch_ops.send(ctx, fmt, rows, routing, placement)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement)
+        return side
+
+    def receive(self, arrivals: Arrivals, side: torch.cuda.Stream | None) -> Sent[Received]:
+        """Allocate the results while rows are in flight; launch the receiving half, or leave that to the caller."""
+        ctx, landing = self.ctx, self.landing
+        received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
+        receive = partial(landing.receive, ctx, self.fmt, received, self.placement, self.forward, side)
+        if self.split:
+            return self.sent(arrivals, received, receive)
+        receive()
+        return self.sent(arrivals, received)
+
+    def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
+        """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
+
+        Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if
+        the dispatch is held or the room is too small. Only inside a node: rows from other nodes are forwarded, which
+        must not be repeated. Returns the results, and for how many rows they have room; None: nothing was launched.
+        """
+        ctx, landing = self.ctx, self.landing
+        before = ctx.rows_before(landing.counts, self.rows.data.shape[0])
+        if not before or not ctx.config.is_intra_node:
+            return None
+        room = before + before // _AHEAD
+        received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.routing.weights is not None)
+        landing.receive(ctx, self.fmt, received, self.placement, None, side)
+        return received, room
+
+    def read_counts(self, side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:
+        """Read the counts. Returns them, whether buffers grew and rows were sent anew, and the stream of `send`."""
+        ctx, landing = self.ctx, self.landing
+        arrivals, grown = init_output_buffer(ctx, self.request, landing, self.placement)
+        ctx.note_rows(landing.counts, self.rows.data.shape[0], arrivals.num_rows)
+        if not grown:
+            return arrivals, False, side
+        release_held(ctx, self.placement)
+        return arrivals, True, self.send()
+
+    def read_and_receive(self, ahead: tuple[Received, int] | None, side: torch.cuda.Stream | None) -> Sent[Received]:
+        """Read the counts, and receive the rows unless the room of `receive_ahead` was right."""
+        arrivals, grown, side = self.read_counts(side if ahead is None else None)  # joined
+        if ahead is None or grown or not arrivals.num_rows <= ahead[1] <= _MOST_WASTED * arrivals.num_rows:
+            return self.receive(arrivals, side)
+        return self.sent(arrivals, self.landing.narrow(ahead[0], arrivals))
+
+    def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:
+        """The dispatch as `dispatch` returns it."""
+        cfg, deduplicated = self.ctx.config, self.landing.deduplicated
+        desc = EPAllToAllLayoutDesc(
+            num_dispatch_token_cur_rank=self.rows.data.shape[0],
+            num_recv_rows=arrivals.num_rows,
+            entries=self.routing.entries,
+            placement=self.placement,
+            shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
+            layer_id=self.ctx.layer_id,
+            dispatch_number=self.ctx.num_dispatches,
+            forward=self.forward,
+            skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine or deduplicated else None,
+            full_scatter=self.request.scatter is not None,
+            compact=deduplicated,
+            host_expert_offsets=None if deduplicated else arrivals.host_counts,
+        )
+        return Sent(received, desc, arrivals.host_counts, receive or _no_more)
 
 
 def preprocess(
@@ -202,37 +229,6 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
         | HOST_BACKWARD * ctx.backward
         | HOST_READS * reads
     )
-
-
-def receive_ahead(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    landing: Landing[Received],
-    placement: torch.Tensor,
-    has_weights: bool,
-    before: int,
-    side: torch.cuda.Stream | None,
-) -> tuple[Received, int] | None:
-    """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
-
-    Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if the
-    dispatch is held or the room is too small. Only inside a node: rows from other nodes are forwarded, which must not
-    be repeated. before: rows of recent dispatches; 0: there was none. Returns the results, and for how many rows they
-    have room; None: nothing was launched.
-    """
-    if not before or not ctx.config.is_intra_node:
-        return None
-    num_rows = before + before // _AHEAD
-    received = landing.make(ctx, fmt, landing.room_ahead(ctx, num_rows), has_weights)
-    landing.receive(ctx, fmt, received, placement, None, side)
-    return received, num_rows
-
-
-def keep_ahead(landing: Landing[Received], received: Received, num_rows: int, arrivals: Arrivals) -> Received | None:
-    """The rows that `receive_ahead` received; None: it had room for too few, or for so many that memory is wasted."""
-    if not arrivals.num_rows <= num_rows <= _MOST_WASTED * arrivals.num_rows:
-        return None
-    return landing.narrow(received, arrivals)
 
 
 def init_output_buffer(

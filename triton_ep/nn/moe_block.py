@@ -108,9 +108,10 @@ class MoEBlock:
         grad_landing: form of the gradients of their results.
         turn: context manager around each pass, given its name; may refuse the pass.
         before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
-        ahead_in_inference, ahead_in_training: without a capacity, launch the forward pass of the experts before the
-            host knows how many rows arrive. There may be room for fewer than `expert_offsets` says: then kernels must
-            leave out what does not fit, and `forward` is called again.
+        ahead: without a capacity and where nothing is kept, launch the experts before the host knows how many rows
+            arrive. There may be room for fewer than `expert_offsets` says: then kernels must leave out what does not
+            fit, and `forward` is called again. What is kept has the rows that arrived, because checkpoints compare the
+            shapes of repeated passes.
     """
 
     layer: EPAll2AllLayer
@@ -119,8 +120,7 @@ class MoEBlock:
     grad_landing: str | None = None
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
-    ahead_in_inference: bool = False
-    ahead_in_training: bool = False
+    ahead: bool = False
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -148,8 +148,7 @@ class MoEBlock:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
-            ahead = self.ahead_in_training if keep else self.ahead_in_inference
-            given = (x, topk_idx, topk_weights)
+            given, ahead = (x, topk_idx, topk_weights), self.ahead and not keep
             rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
             y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             # The host waits for the counts here, where the GPU has work.

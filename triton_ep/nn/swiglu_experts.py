@@ -239,11 +239,10 @@ class SwiGLUExperts(nn.Module):
 
     def block_over(self, over: Exchange, joined: bool = True) -> MoEBlock:
         """Dispatch, these experts, combine. Its parameters are w13, w2, b13, b2, or with joined=False the module's."""
-        keeper = keeper_of_arrivals(over.layer)
-        block = ExpertBlock(self.prepared, self._settings(aligned=True), keeper)
+        block = ExpertBlock(self.prepared, self._settings(aligned=True), keeper_of_arrivals(over.layer))
         experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(over.layer, experts, landing, landing, over.use, experts.before, True, keeper is None)
+        return MoEBlock(over.layer, experts, landing, landing, over.use, experts.before, ahead=True)
 
     def low_latency_pass(
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Params

@@ -103,11 +103,9 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
     )
 
 
-def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
-    """Allocate the tables that `forward` writes, [2, N, M, K] int32; None with one node."""
+def make_forward(ctx: DispatchCombineContext) -> torch.Tensor:
+    """Allocate the tables that `forward` writes with several nodes, [2, N, M, K] int32."""
     cfg = ctx.config
-    if cfg.is_intra_node:
-        return None
     return torch.empty(2, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
 
 
@@ -187,10 +185,8 @@ def _make_rows(fmt: RowFormat, device: torch.device, num_rows: int, landing: str
     return Rows(data, torch.empty(num_rows, fmt.hidden // BLOCK, dtype=torch.uint8, device=device))
 
 
-def _landing_of(fmt: RowFormat, rows: Rows) -> int:
-    """The landing code of these rows (kernels/device/codes.py)."""
-    if fmt.payload is None:
-        return LANDING_WORDS
+def _landing_of(rows: Rows) -> int:
+    """The landing code of rows that were sent in MXFP8 (kernels/device/codes.py)."""
     if rows.scale is None:
         return LANDING_BF16
     return LANDING_ROW if rows.scale.dtype == torch.float32 else LANDING_MX
@@ -239,7 +235,7 @@ def _expand(
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
-    landing = _landing_of(fmt, received.x)
+    landing = LANDING_WORDS if fmt.payload is None else _landing_of(received.x)
     if landing in (LANDING_ROW, LANDING_BF16):
         word, row_words = landed_words(landing, fmt.hidden)
         words = view_as(recv_x, _LANDED_WORDS[word])
