@@ -81,6 +81,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any) -> None:
         finalize_exchanges()
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "capacity"),
     [(1, 1, None), (1, 2, None), (1, 2, 3.0), (1, 2, 128), (2, 1, 3.0)],
