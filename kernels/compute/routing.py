@@ -6,7 +6,8 @@ Protocol      1 count: for each chunk of tokens, a program gives the entries slo
               3 slots: every entry gets its row at its owner, every token its staging row per rank. Store stage_meta at
               the ranks of this node: the output rows that each staging row fills. Store push_addrs for the push kernel
               (intranode/dispatch.py): where it stores each row. Meanwhile the last program, which has no chunk, writes
-              the tile table of this rank's output rows (device/tiles.py)
+              the tile table of this rank's output rows (device/tiles.py). If the dispatch is held, the table is empty,
+              for products that have been launched already, and nothing else is written (device/host_read.py)
 Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this decides de-duplication.
@@ -271,7 +272,6 @@ def routing_slots_kernel(
     sizes: Sizes,
 ):
     num_chunks = tl.num_programs(0) - 1
-    # A held dispatch is placed again once it may go on; products that have been launched already then find no tiles.
     nothing = (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr)
     if tl.program_id(0) == num_chunks:
         _write_tiles(job, placement_ptr, nothing, sizes.EP)

@@ -4,7 +4,8 @@ Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): wai
               have finished the next step; after their last step, with several nodes, wait likewise for the steps of
               the forward kernels (internode/dispatch.py). Then copy the staging rows of the step, each to the output
               row of the same number, with its expert ids and weights. Ids and weights of rows that do not arrive are
-              filled with -1 and 0 before
+              filled with -1 and 0 before. If the dispatch is held, nothing is copied, and the kernel is launched again
+              (device/host_read.py)
 Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. recv_x [R, row], recv_scale [R, row / 32],
               recv_idx [R, K] local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32,
               zero where recv_idx is -1. Rows are ordered by source rank, then by token, like the staging rows.
@@ -13,7 +14,8 @@ Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. rec
 Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta.
 Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
               concurrently with this rank's own push and forward, if those are launched first.
-Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
+Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
+              rows outlive this kernel, so inside a node it may run again for the same dispatch.
 """
 
 from typing import NamedTuple
@@ -143,7 +145,6 @@ def compact_rows_kernel(
 ):
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
-    # A held dispatch sends nothing yet: the host launches this kernel again (device/host_read.py).
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0)
     if parts.HAS_IDX:
         # A static buffer has more rows than arrive; a failed dispatch has none.

@@ -9,7 +9,8 @@ Protocol      1 push, in steps of consecutive tokens, each step shorter than the
               step, with several nodes, wait likewise for the steps of the forward kernels (internode/dispatch.py)
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
               MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows,
-              and weights past the last segment, are zeroed before
+              and weights past the last segment, are zeroed before. If the dispatch is held, or the rows do not fit
+              recv_x, expand copies nothing, and is launched again (device/host_read.py)
 Layout        stage_x [capacity, row on the wire (device/payload.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
@@ -19,7 +20,8 @@ Memory order  2 is one system-scope release per program and step, after a block 
               against 284 GB/s at 16 programs).
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
-Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
+Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
+              rows outlive expand, so inside a node it may run again for the same dispatch.
 """
 
 from typing import NamedTuple
@@ -314,8 +316,6 @@ def dispatch_expand_kernel(
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
-    # Before the host has read the counts, there may be too little room, or nothing may come (device/host_read.py): then
-    # the host launches this kernel again.
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= num_rows) & (is_held(job, placement_ptr) == 0)
     # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
     if landing.HAS_WEIGHTS:

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from triton_ep.errors import ConfigError
-from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
+from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.reference import experts as oracle
 from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides how they run
+from triton_ep.runtime.plans.experts import activation_constexprs
 
 # isort: split
 from triton_ep.kernels.experts.activation import Activation as OnDevice
@@ -60,7 +61,7 @@ def test_values_and_derivatives(activation: Activation) -> None:
     pre[:, :4] = torch.tensor([0.0, bound, -bound, torch.nan])
     pre[:, 4:6] = torch.tensor([[90.0, -90.0], [1.0, 1.0]])
     out = torch.empty(4, count, device=DEVICE)
-    _activate[(1,)](pre.to(DEVICE), out, N=count, **activation_constexprs(activation))
+    _activate[(1,)](pre.to(DEVICE), out, N=count, **activation_constexprs(*activation))
     leaf = pre.double().requires_grad_()
     given = torch.cat([leaf[0, :, None], leaf[1, :, None]], 1) if activation.gated else leaf[0, :, None]
     value = oracle.activate(given, oracle.Activation(*activation)).squeeze(1)

@@ -46,6 +46,8 @@ from triton_ep.runtime.launch import INTERPRETING, aot_for
 
 NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
+MOST_WASTED = 2
+"""Most rows of room per row that an exact dispatch receives."""
 _FORGOTTEN = 256
 """A dispatch takes one part in so many off the rows that earlier ones received."""
 _OF_ONE_RANK = (AotArchMismatch, AotCorrupted, AotMiss, LaunchError)
@@ -382,7 +384,7 @@ class DispatchCombineContext:
     def note_rows(self, landing: str, num_tokens: int, num_rows: int) -> None:
         """Note how many rows an exact dispatch of `num_tokens` tokens of this rank received, for `rows_before`."""
         key, before = (landing, num_tokens.bit_length()), self.rows_before(landing, num_tokens)
-        if before > 2 * num_rows:
+        if before > MOST_WASTED * num_rows:
             before = 0  # other sizes from now on
         self._rows_before[key] = max(num_rows, before - -(-before // _FORGOTTEN))
 

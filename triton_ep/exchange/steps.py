@@ -15,7 +15,7 @@ from typing import Generic
 
 import torch
 
-from triton_ep.context.context import DispatchCombineContext, reports_failure
+from triton_ep.context.context import MOST_WASTED, DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.layout import placement_parts
@@ -42,8 +42,6 @@ from triton_ep.ops import routing as routing_ops
 
 _AHEAD = 32
 """Rows of recent dispatches per row of additional room for the next one."""
-_MOST_WASTED = 2
-"""Most rows of room per received row. With more, rows are received again, into memory of the right size."""
 
 
 @reports_failure("dispatch", begun=False)
@@ -166,9 +164,10 @@ class Flight(Generic[Received]):
         return arrivals, True, self.send()
 
     def read_and_receive(self, ahead: tuple[Received, int] | None, side: torch.cuda.Stream | None) -> Sent[Received]:
-        """Read the counts, and receive the rows unless the room of `receive_ahead` was right."""
+        """Read the counts, and receive the rows unless the room of `receive_ahead` was right: neither too small, nor so
+        large that memory is wasted."""
         arrivals, grown, side = self.read_counts(side if ahead is None else None)  # joined
-        if ahead is None or grown or not arrivals.num_rows <= ahead[1] <= _MOST_WASTED * arrivals.num_rows:
+        if ahead is None or grown or not arrivals.num_rows <= ahead[1] <= MOST_WASTED * arrivals.num_rows:
             return self.receive(arrivals, side)
         return self.sent(arrivals, self.landing.narrow(ahead[0], arrivals))
 

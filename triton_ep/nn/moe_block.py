@@ -24,6 +24,7 @@ from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
 from triton_ep.exchange import slots as slot_ops
 from triton_ep.exchange import steps
+from triton_ep.exchange.landings import Ahead
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.row_scales import RowScaled
 
@@ -161,7 +162,7 @@ class MoEBlock:
 
     def _dispatch(
         self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Callable[[], None] | None, ahead: bool
-    ) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc, Callable[[], Any] | None]:
+    ) -> Ahead:
         """Results as of `layer.dispatch_ahead`.
 
         work: of the experts, which needs no rows; None: none. ahead: the counts may be read after the experts' work.
@@ -169,14 +170,15 @@ class MoEBlock:
         if work is None and ahead:
             return self.layer.dispatch_ahead(*given, self.landing)
         if work is None:
-            return *self.layer.dispatch(*given, landing=self.landing), None
+            received, weights, desc = self.layer.dispatch(*given, landing=self.landing)
+            return Ahead(received, weights, desc, None)
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)
         *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
         arrived.current_stream_wait()
         rows, row_weights, desc = found
-        return rows, row_weights, desc, None
+        return Ahead(rows, row_weights, desc, None)
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call the experts. If they raise, report the failure to the other ranks, which will wait for this one."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton_ep.errors import ConfigError
-from triton_ep.runtime.plans import experts as plans
 from triton_ep.runtime.plans.experts import KINDS
 
 
@@ -39,8 +38,3 @@ def check_activation(activation: Activation) -> None:
         raise ConfigError(f"Activation.alpha is {alpha}; it must be finite, and 1.0 for {kind!r}.")
     if not isfinite(up_offset) or (up_offset != 0.0 and not gated):
         raise ConfigError(f"Activation.up_offset is {up_offset}; it must be finite, and 0.0 where nothing is gated.")
-
-
-def activation_constexprs(activation: Activation) -> dict[str, Any]:
-    """Constexprs of kernels that compute a checked activation or its gradients."""
-    return plans.activation_constexprs(*activation)

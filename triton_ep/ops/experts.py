@@ -18,21 +18,20 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
-from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
+from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.grouped_bf16 import boxes, fits_tma, programs
-from triton_ep.ops.row_scales import RowScaled, rebase_rows
+from triton_ep.ops.row_scales import RowScaled, rebase_rows_unchecked
 from triton_ep.ops.strides import dense
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING, Boxes
-from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import (
     ACT_OUT,
     ProductTile,
-    gate_up_constexprs,
+    gate_up_plan,
     most_programs,
     product_tile,
-    rows_constexprs,
+    rows_plan,
 )
 
 _SWIGLU = Activation()
@@ -116,21 +115,6 @@ def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int)
 # --- gate and up --------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _gate_up_plan(
-    tile: ProductTile,
-    num_experts: int,
-    tma: bool,
-    scaled: bool,
-    has: tuple[bool, bool, bool],
-    act: str,
-    activation: Activation,
-) -> Plan:
-    of_activation = activation_constexprs(activation)
-    constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, of_activation)
-    return Plan("gate_up_kernel", constexprs, tile.warps)
-
-
 def launch_gate_up(
     x: _Operand | _Parts,
     w13: _Operand | _Parts,
@@ -166,7 +150,7 @@ def launch_gate_up(
         operands = (boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]), by_half)
     has = (bias is not None, row_weights is not None, keep_pre)
     runtime.launch(
-        _gate_up_plan(tile, num_experts, tma, x_scale is not None, has, act, activation),
+        gate_up_plan(tile, num_experts, tma, x_scale is not None, has, act, activation),
         _grid(tile, rows, num_experts, f),
         x=operands[0],
         w=operands[1],
@@ -265,9 +249,17 @@ def gate_up(
     """
     activation = activation or _SWIGLU
     _check_gate_up(x, w13, offs, row_weights, activation, bias, act, tiles)
-    vectors = {"row_weights": row_weights, "bias": bias}
     return gate_up_unchecked(
-        x, w13, offs, **vectors, activation=activation, keep_pre=keep_pre, act=act, fast=fast, tiles=tiles
+        x,
+        w13,
+        offs,
+        row_weights=row_weights,
+        activation=activation,
+        bias=bias,
+        keep_pre=keep_pre,
+        act=act,
+        fast=fast,
+        tiles=tiles,
     )
 
 
@@ -289,7 +281,7 @@ def gate_up_unchecked(
     vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
     operands = (rows, x_scale, w, w_scale, offs, tiles, *vectors)
     value, scale, pre = _gate_up(*operands, *_spelled(activation), keep_pre, act, fast)
-    result: _Operand = rebase_rows(value, scale, offs, checked=True) if act == "mx" else value
+    result: _Operand = rebase_rows_unchecked(value, scale, offs) if act == "mx" else value
     return result, pre if keep_pre else None
 
 
@@ -332,21 +324,6 @@ def _spelled(activation: Activation) -> tuple[Any, ...]:
 # --- rows times weights ---------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _rows_plan(
-    tile: ProductTile,
-    num_experts: int,
-    tma: bool,
-    scaled: bool,
-    k_major: bool,
-    aligned: bool,
-    has: tuple[bool, bool],
-    zero_rest: bool,
-) -> Plan:
-    constexprs = rows_constexprs(tile, num_experts, tma, scaled, k_major, aligned, has, zero_rest)
-    return Plan("rows_product_kernel", constexprs, tile.warps)
-
-
 def launch_rows_product(
     a: _Operand | _Parts,
     w: _Operand | _Parts,
@@ -380,7 +357,7 @@ def launch_rows_product(
     operands: tuple[Any, Any, Any] = (rows, weights, out)
     has = (bias is not None, row_weights is not None)
     aligned = aligned and fits_tma((out, out.stride(0)))
-    plan = _rows_plan(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
+    plan = rows_plan(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
     box_stores = plan.constexprs["BOX_STORES"]
     if tma:
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
@@ -499,8 +476,9 @@ def rows_product(
         InputError: operands that do not fit each other.
     """
     _check_rows_product(a, w, offs, bias, row_weights, out, tiles)
-    vectors = {"bias": bias, "row_weights": row_weights}
-    return rows_product_unchecked(a, w, offs, **vectors, out=out, fast=fast, aligned=aligned, tiles=tiles)
+    return rows_product_unchecked(
+        a, w, offs, bias=bias, row_weights=row_weights, out=out, fast=fast, aligned=aligned, tiles=tiles
+    )
 
 
 def rows_product_unchecked(
@@ -544,9 +522,9 @@ def _check_rows_product(
         raise InputError(f"w must be contiguous [E, N, K] or its transpose; its strides are {list(weights.stride())}.")
     _check_vector("row_weights", row_weights, [rows.shape[0]], (torch.float32,), rows)
     _check_vector("bias", bias, [num_experts, n], (torch.float32, torch.bfloat16), rows)
-    shape = (rows.shape[0], n)
     if out is None:
         return
+    shape = (rows.shape[0], n)
     if out.shape != shape or out.dtype != torch.bfloat16 or out.device != rows.device or (n > 1 and out.stride(1) != 1):
         raise InputError(
             f"out must be bf16 {list(shape)} with consecutive columns on {rows.device}; it is {out.dtype} "

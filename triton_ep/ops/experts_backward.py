@@ -6,7 +6,6 @@ Rows past that end are neither read nor written. R rows, E experts, H hidden, F 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
-from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
+from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.grouped_bf16 import bf16_wgrad, fits_tma, programs
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.ops.strides import dense
@@ -22,9 +21,8 @@ from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING, Boxes
-from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans import experts_backward as plans
-from triton_ep.runtime.plans.experts import ProductTile, most_programs
+from triton_ep.runtime.plans.experts import most_programs
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
 
@@ -98,11 +96,6 @@ def _down_dgrad_over(
     return act, shares
 
 
-@functools.cache
-def _down_plan(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, activation: Activation) -> Plan:
-    return plans.down_dgrad(tile, fp8, k_major, has_weights, activation_constexprs(activation))
-
-
 def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> None:
     """operands, options: arguments of the ops above up to `pre`, and after it. results: dpre, act, shares."""
     dy, dy_scale, w, w_scale, k_major, pre = operands
@@ -113,7 +106,7 @@ def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], o
     fp8 = dy_scale is not None
     (num_rows, hidden), ffn, experts = dy.shape, act.shape[1], w.shape[0]
     tile = plans.down_tile(fp8, fast, INTERPRETING)
-    plan = _down_plan(tile, fp8, k_major, weights is not None, Activation(*activation))
+    plan = plans.down_dgrad(tile, fp8, k_major, weights is not None, tuple(activation))
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
     runtime.launch(

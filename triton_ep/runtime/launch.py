@@ -381,19 +381,23 @@ class Launcher:
                 return self._start_of_library(kernel, request)
             self._compiled.clear()
             self._use_jit()
-        if self._cache is not None and not request.calls_nvshmem and not self.is_hooked:
-            kept = self._cache.kernel(request, torch._C._cuda_getDevice())
-            if kept is not None:
-                self._note(kept.program)
-                return self._start_of_library(kept.kernel, request)
+        kept = self._kept(request)
+        if kept is not None:
+            self._note(kept.program)
+            return self._start_of_library(kept.kernel, request)
         start = self._start_of_jit(kind, request)
-        if self._cache is not None and _has_boxes(request) and not self.is_hooked:
-            # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
-            kept = self._cache.kernel(request, torch._C._cuda_getDevice())
-            if kept is not None:
-                del self._told[kind]
-                return self._start_of_library(kept.kernel, request)
-        return start
+        # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
+        kept = self._kept(request) if _has_boxes(request) else None
+        if kept is None:
+            return start
+        del self._told[kind]
+        return self._start_of_library(kept.kernel, request)
+
+    def _kept(self, request: KernelRequest) -> jit_cache.Kept | None:
+        """The kernel that the JIT has compiled, now or earlier, and kept on disk; None: there is none to use."""
+        if self._cache is None or request.calls_nvshmem or self.is_hooked:
+            return None
+        return self._cache.kernel(request, torch._C._cuda_getDevice())
 
     def _start_of_jit(self, kind: Any, request: KernelRequest) -> Start:
         self._use_jit()
@@ -519,7 +523,7 @@ def _inside(run: Any, given: Sequence[str], names: Mapping[str, Any]) -> tuple[s
 
 
 def _has_boxes(request: KernelRequest) -> bool:
-    return any(kind.startswith("tensordesc") for kind in request.types.values())
+    return any(_is_boxes(request, name) for name in request.types)
 
 
 def _is_boxes(request: KernelRequest, name: str) -> bool:

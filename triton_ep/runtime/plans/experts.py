@@ -250,21 +250,25 @@ def most_programs(tile: ProductTile, num_rows: int, num_experts: int, columns: i
     return rows * -(-columns // tile.n)
 
 
-def gate_up_constexprs(
+@functools.cache
+def gate_up_plan(
     tile: ProductTile,
     num_experts: int,
     tma: bool,
     scaled: bool,
     has: tuple[bool, bool, bool],
     act: str,
-    activation: dict[str, Any],
-) -> dict[str, Any]:
-    """Constexprs of the first product. has: bias, row weights, product kept. activation: its constexprs."""
-    options = dict(zip(("HAS_BIAS", "HAS_WEIGHTS", "HAS_PRE"), has, strict=True))
-    return {**tile_constexprs(tile, num_experts, tma, scaled), **options, "OUT": ACT_OUT[act], **activation}
+    activation: tuple[Any, ...],
+) -> Plan:
+    """Plan of the first product. has: bias, row weights, product kept. activation: arguments of
+    `activation_constexprs`."""
+    options: dict[str, Any] = dict(zip(("HAS_BIAS", "HAS_WEIGHTS", "HAS_PRE"), has, strict=True))
+    options |= {"OUT": ACT_OUT[act], **activation_constexprs(*activation)}
+    return Plan("gate_up_kernel", {**tile_constexprs(tile, num_experts, tma, scaled), **options}, tile.warps)
 
 
-def rows_constexprs(
+@functools.cache
+def rows_plan(
     tile: ProductTile,
     num_experts: int,
     tma: bool,
@@ -273,8 +277,8 @@ def rows_constexprs(
     aligned: bool,
     has: tuple[bool, bool],
     zero_rest: bool = False,
-) -> dict[str, Any]:
-    """Constexprs of the other products of rows.
+) -> Plan:
+    """Plan of the other products of rows.
 
     aligned: results, in bf16, may be stored in boxes. has: bias, row weights of the bias. zero_rest: zero the rows past
     the last segment.
@@ -282,7 +286,7 @@ def rows_constexprs(
     box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS
     options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
     options["ZERO_REST"] = zero_rest
-    return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
+    return Plan("rows_product_kernel", {**tile_constexprs(tile, num_experts, tma, scaled), **options}, tile.warps)
 
 
 # --- requests for an ahead-of-time library ----------------------------------------------------------------------
@@ -318,7 +322,7 @@ def experts(
         kind, gated, limit, alpha, up_offset: the activation.
         arch: architecture of the tiles.
     """
-    activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
+    activation = (kind, gated, limit, alpha, up_offset)
     found = [KernelRequest("tile_table_kernel", {"SP": segments_power(experts_per_rank)})]
     for how in arithmetic:
         rows_of = {few: 1 if few else TILE_ROWS for few in few_rows}
@@ -352,10 +356,11 @@ def _gate_up(
     how: str,
     has: tuple[bool, bool, bool],
     act: str,
-    activation: dict[str, Any],
+    activation: tuple[Any, ...],
     bias: str | None,
 ) -> KernelRequest:
-    scaled, halves = how != "bf16", 2 if activation["GATED"] else 1
+    plan = gate_up_plan(tile, experts, tma, how != "bf16", has, act, activation)
+    scaled, halves = how != "bf16", 2 if plan.constexprs["GATED"] else 1
     element = "fp8e4nv" if scaled else "bf16"
     types = {
         "x": _operand(element, tma, tile.box_rows, tile.k),
@@ -368,8 +373,7 @@ def _gate_up(
         "act_scale_ptr": "*u8" if act == "mx" else "*i32",
         "pre_ptr": "*bf16" if has[2] else "*i32",
     }
-    constexprs = gate_up_constexprs(tile, experts, tma, scaled, has, act, activation)
-    return KernelRequest("gate_up_kernel", constexprs, types, ("f", "k"), num_warps=tile.warps)
+    return KernelRequest(plan.kernel, plan.constexprs, types, ("f", "k"), num_warps=plan.num_warps)
 
 
 def _operand(element: str, tma: bool, *box: int) -> str:
@@ -391,18 +395,18 @@ def _rows(
     scaled = how != "bf16"
     element = "fp8e4nv" if scaled else "bf16"
     has = (bias is not None, weighted)
-    constexprs = rows_constexprs(tile, experts, tma, scaled, k_major, aligned, has, zero_rest)
+    plan = rows_plan(tile, experts, tma, scaled, k_major, aligned, has, zero_rest)
     types = {
         "a": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
-        "out": f"tensordesc<bf16[{tile.box_rows},{tile.n // 2}]>" if constexprs["BOX_STORES"] else f"*{out}",
+        "out": f"tensordesc<bf16[{tile.box_rows},{tile.n // 2}]>" if plan.constexprs["BOX_STORES"] else f"*{out}",
         "out_ptr": f"*{out}",
         "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
         "bias_ptr": f"*{bias}" if bias else "*i32",
         "row_weights_ptr": "*fp32" if bias and weighted else "*i32",
     }
-    return KernelRequest("rows_product_kernel", constexprs, types, ("k", "n", "stride_om"), num_warps=tile.warps)
+    return KernelRequest(plan.kernel, plan.constexprs, types, ("k", "n", "stride_om"), num_warps=plan.num_warps)
 
 
 def products_with_row_scales(experts_per_rank: int, out: str, tma: bool, arch: str = "sm_90") -> list[KernelRequest]:

@@ -59,14 +59,16 @@ def down_tile(fp8: bool, fast: bool, interpreted: bool) -> ProductTile:
     return (DOWN_FAST if fast else DOWN_FP8) if fp8 else DOWN_BF16
 
 
-def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, activation: Mapping[str, Any]) -> Plan:
-    """Gradient of the rows of the second product and of the activation; activation: its constexprs."""
+@functools.cache
+def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, activation: tuple[Any, ...]) -> Plan:
+    """Gradient of the rows of the second product and of the activation; activation: arguments of
+    `activation_constexprs`."""
     constexprs = {
         "FP8": fp8,
         "PROMOTE": tile.promote,
         "K_MAJOR": k_major,
         "HAS_WEIGHTS": has_weights,
-        **activation,
+        **activation_constexprs(*activation),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
@@ -137,7 +139,7 @@ def experts_backward(
         bias: dtype of biases, "bf16" or "fp32"; None: no biases.
         kind, gated, limit, alpha, up_offset: the activation.
     """
-    activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
+    activation = (kind, gated, limit, alpha, up_offset)
     found = []
     for how in arithmetic:
         for weighted in weights:
@@ -167,7 +169,7 @@ def _request(
     return KernelRequest(plan.kernel, plan.constexprs, types, aligned, unaligned=unaligned, num_warps=plan.num_warps)
 
 
-def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> KernelRequest:
+def _down(how: str, weighted: bool, activation: tuple[Any, ...]) -> KernelRequest:
     fp8 = how != "bf16"
     tile = down_tile(fp8, how == "fast", interpreted=False)
     element, scale = ("fp8e4nv", "*fp32") if fp8 else ("bf16", "*i32")
