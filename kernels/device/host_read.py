@@ -2,8 +2,8 @@
 
 In an exact dispatch the host needs numbers from the device: it sizes the output by them, raises the errors that ranks
 report about arguments, and grows buffers. The program that computes them (internode/splits.py) writes them to host
-memory, which the host polls: no copy, no call of the driver. The kernels that send rows are launched before that, and
-inside a node those that receive them, too, with room for as many rows as lately. If the host will have nothing to
+memory, which the host polls: no copy, no call of the driver. The kernels that send, forward and receive rows are
+launched before that, the last with room for as many rows as lately. If the host will have nothing to
 do, they go on at once. Otherwise the dispatch is *held*: they return without having written anything, here or
 elsewhere; the host raises, or grows buffers and launches them again. Receiving kernels are also launched again if the
 room was too small.
@@ -90,5 +90,5 @@ def tell_host(job, placement_ptr, read, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_held(job, placement_ptr):
-    """Whether the dispatch is held; a kernel that sends or receives rows then does nothing."""
+    """Whether the dispatch is held; a kernel that sends, forwards or receives rows then does nothing."""
     return tl.load(held_of(job, placement_ptr)) != 0

@@ -10,6 +10,7 @@ Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into n
               my local rank, program] on every rank of this node. The flag's count of staging rows comes from the last
               chunk of the step; if no token of that chunk goes to a rank, its count is 0, and it waits for the next
               step
+              If the dispatch is held (device/host_read.py), both kernels do nothing, and are launched again
 Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
               a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
 Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program and step.
@@ -346,6 +347,8 @@ def internode_forward_kernel(
     chunks: Chunks,
     tile: Tile,
 ):
+    if is_held(job, placement_ptr):
+        return
     epoch = tl.load(state_at(job, EPOCH_DISPATCH))
     WORD: tl.constexpr = rows.word_ptr.dtype.element_ty
     wire = wire_of(rows.row_words, WORD, WORDS)

@@ -52,10 +52,10 @@ def _order() -> Iterator[list[str]]:
         yield happened
 
 
-def _module(payload: str | None, capacity: int | None) -> MoE:
+def _module(payload: str | None, capacity: int | None, ranks_per_node: int) -> MoE:
     torch.manual_seed(1)
     sizes = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": MOST, "capacity": capacity}
-    return MoE(HIDDEN, FFN, **sizes, payload=payload, router=False)
+    return MoE(HIDDEN, FFN, **sizes, payload=payload, router=False, local_world_size=ranks_per_node)
 
 
 def _pass(moe: MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, training: bool) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ def _pass(moe: MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, t
 
 def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, training: bool) -> None:
     device = current_heap().device
-    exact, static = _module(payload, None), _module(payload, 2 * MOST * TOPK)
+    exact, static = (_module(payload, capacity, ranks_per_node) for capacity in (None, 2 * MOST * TOPK))
     for call, (name, (tokens, wanted)) in enumerate(CALLS.items()):
         draw = torch.Generator().manual_seed(100 * call + rank)
         x = torch.randn(tokens[rank], HIDDEN, generator=draw).bfloat16().to(device)
@@ -96,10 +96,10 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, trai
 
 @pytest.mark.plain
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("payload", [None, "mxfp8"], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("nodes, payload", [(1, None), (1, "mxfp8"), (2, "mxfp8")], ids=["bf16", "mxfp8", "2-nodes"])
 def test_experts_run_before_the_counts_are_read(
-    run_ranks: Callable[..., Any], payload: str | None, training: bool
+    run_ranks: Callable[..., Any], nodes: int, payload: str | None, training: bool
 ) -> None:
     """Every bit is that of a module with a capacity; more rows than there is room for make the experts run again; a
     refused call raises on every rank, and the next one is right. In training the counts come first."""
-    run_ranks(_check, 1, 2, payload, training)
+    run_ranks(_check, nodes, 2 // nodes, payload, training)

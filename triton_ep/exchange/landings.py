@@ -73,7 +73,6 @@ class Landing(ABC, Generic[Received]):
         fmt: RowFormat,
         received: Received,
         placement: torch.Tensor,
-        forward: torch.Tensor | None,
         side: torch.cuda.Stream | None,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
@@ -137,11 +136,10 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         fmt: RowFormat,
         received: dispatch_ops.Received,
         placement: torch.Tensor,
-        forward: torch.Tensor | None,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Forward, wait, and copy each staging row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, forward, side)
+        """Wait, and copy each staging row to its output rows."""
+        dispatch_ops.receive(ctx, fmt, received, placement, side)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -217,11 +215,10 @@ class Deduplicated(Landing[compact_ops.Compact]):
         fmt: RowFormat,
         received: compact_ops.Compact,
         placement: torch.Tensor,
-        forward: torch.Tensor | None,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Forward, wait, and copy each staging row to the output as it is."""
-        compact_ops.receive(ctx, fmt, received, placement, forward, side)
+        """Wait, and copy each staging row to the output as it is."""
+        compact_ops.receive(ctx, fmt, received, placement, side)
 
 
 class Ahead(NamedTuple):

@@ -1,9 +1,9 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
-A dispatch: quantise · count · exchange splits · place · send · push · read back, raise, grow · land. If buffers must
-grow, place, send and push have done nothing and are launched again. Every dispatch of a layer is one `Request` passed
-to `dispatch`, with a `Landing` for the layout of the received rows. Low-latency layers use `dispatch_low_latency`,
-which sends rows first and counts afterwards.
+A dispatch: quantise · count · exchange splits · place · send · push · forward · read back, raise, grow · land. If
+buffers must grow, place, send, push and forward have done nothing and are launched again. Every dispatch of a layer is
+one `Request` passed to `dispatch`, with a `Landing` for the layout of the received rows. Low-latency layers use
+`dispatch_low_latency`, which sends rows first and counts afterwards.
 """
 
 from __future__ import annotations
@@ -118,39 +118,55 @@ class Flight(Generic[Received]):
     forward: torch.Tensor | None
 
     def send(self) -> torch.cuda.Stream | None:
-        """Place and send the rows. Returns the stream on which they are received meanwhile, or None."""
+        """Place and send the rows, and forward those of other nodes unless the receiving half is the caller's.
+
+        Returns the stream on which they are received meanwhile, or None.
+        """
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter)
         side = dispatch_ops.fork(ctx, rows is not self.request.rows, self.split)
         if not ctx.config.is_intra_node:
             dispatch_ops.send(ctx, fmt, rows, routing, placement)
         dispatch_ops.push(ctx, fmt, rows, routing, placement)
+        if not self.split:
+            self.forward_rows()
         return side
+
+    def forward_rows(self) -> None:
+        """Push rows that other nodes send on to the ranks of this node."""
+        if self.forward is not None:
+            reduced = self.ctx.config.enable_local_combine or self.landing.deduplicated
+            has_weights = self.routing.weights is not None
+            dispatch_ops.forward(self.ctx, self.fmt, self.forward, has_weights, reduced, self.placement)
 
     def receive(self, arrivals: Arrivals, side: torch.cuda.Stream | None) -> Sent[Received]:
         """Allocate the results while rows are in flight; launch the receiving half, or leave that to the caller."""
         ctx, landing = self.ctx, self.landing
         received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
-        receive = partial(landing.receive, ctx, self.fmt, received, self.placement, self.forward, side)
         if self.split:
-            return self.sent(arrivals, received, receive)
-        receive()
+            return self.sent(arrivals, received, partial(self.receive_later, received))
+        landing.receive(ctx, self.fmt, received, self.placement, side)
         return self.sent(arrivals, received)
+
+    def receive_later(self, received: Received) -> None:
+        """The receiving half of a split dispatch."""
+        self.forward_rows()
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, None)
 
     def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
 
         Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if
-        the dispatch is held or the room is too small. Only inside a node: rows from other nodes are forwarded, which
-        must not be repeated. Returns the results, and for how many rows they have room; None: nothing was launched.
+        the dispatch is held or the room is too small. Returns the results, and for how many rows they have room; None:
+        nothing was launched.
         """
         ctx, landing = self.ctx, self.landing
         before = ctx.rows_before(landing.counts, self.rows.data.shape[0])
-        if not before or not ctx.config.is_intra_node:
+        if not before:
             return None
         room = before + before // _AHEAD
         received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.routing.weights is not None)
-        landing.receive(ctx, self.fmt, received, self.placement, None, side)
+        landing.receive(ctx, self.fmt, received, self.placement, side)
         return received, room
 
     def read_counts(self, side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:

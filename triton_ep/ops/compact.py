@@ -10,7 +10,6 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs
 from triton_ep.runtime.plans import compact as plans
 
@@ -66,27 +65,12 @@ def receive(
     fmt: RowFormat,
     received: Compact,
     placement: torch.Tensor,
-    forward_tables: torch.Tensor | None,
     side: torch.cuda.Stream | None,
 ) -> None:
-    """Forward rows that came over the network, and copy the rows out as they arrive.
+    """Copy the rows out as they arrive.
 
-    side: from `dispatch_ops.fork` before the push, so that the first rows are copied while the last are in transit.
+    side: from `ops.dispatch.fork` before the push, so that the first rows are copied while the last are in transit.
     """
-    if forward_tables is not None:
-        dispatch_ops.forward(ctx, fmt, forward_tables, received.topk_weights is not None, True, placement)
-    _copy_out(ctx, fmt, received, placement, side)
-    if side is not None:
-        ctx.join()
-
-
-def _copy_out(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    received: Compact,
-    placement: torch.Tensor,
-    side: torch.cuda.Stream | None,
-) -> None:
     cfg, has_scales = ctx.config, received.scale is not None
     row_bytes = fmt.hidden * received.x.element_size()
     words = as_words(received.x, row_bytes)
@@ -105,6 +89,8 @@ def _copy_out(
         num_senders=exchange_programs(cfg.num_sm),
         stream=side,
     )
+    if side is not None:
+        ctx.join()
 
 
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:

@@ -136,7 +136,7 @@ def forward(
 
 
 class Received(NamedTuple):
-    """Outputs of `expand`.
+    """Outputs of `receive`.
 
     Attributes:
         x: recv_x [R, H]. Rows past the last segment (static mode) are undefined.
@@ -193,7 +193,7 @@ def _landing_of(rows: Rows) -> int:
 
 
 def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
-    """Stream on which `expand` overlaps the kernels launched next; None if it runs after them.
+    """Stream on which `receive` overlaps the kernels launched next; None if it runs after them.
 
     quantized: also make the current stream wait for the kernel that `quantize` launched.
     split: the caller decides when rows are received.
@@ -210,28 +210,12 @@ def receive(
     fmt: RowFormat,
     received: Received,
     placement: torch.Tensor,
-    forward_tables: torch.Tensor | None,
     side: torch.cuda.Stream | None,
 ) -> None:
-    """Forward rows that came over the network, and lay the rows out expert by expert as they arrive.
+    """Lay the rows out expert by expert as they arrive.
 
     side: from `fork` before the push, so that the first rows are laid out while the last are in transit.
     """
-    if forward_tables is not None:
-        reduced = ctx.config.enable_local_combine
-        forward(ctx, fmt, forward_tables, received.weights is not None, reduced, placement)
-    _expand(ctx, fmt, received, placement, side)
-    if side is not None:
-        ctx.join()
-
-
-def _expand(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    received: Received,
-    placement: torch.Tensor,
-    side: torch.cuda.Stream | None,
-) -> None:
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
@@ -258,3 +242,5 @@ def _expand(
         num_senders=exchange_programs(cfg.num_sm),
         stream=side,
     )
+    if side is not None:
+        ctx.join()
