@@ -114,6 +114,14 @@ def test_dropped_copies_by_the_collectives(run_ranks: Callable[..., Any]) -> Non
     run_ranks(_dropped, 1, 2)
 
 
+def _of_both_ranks(mine: tuple[torch.Tensor | None, ...]) -> list[list[Any]]:
+    """The tensors that each rank gave, on this rank's device."""
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [each if each is None else each.cpu() for each in mine])
+    device = current_heap().device
+    return [[each if each is None else each.to(device) for each in given] for given in everyone]
+
+
 class _PeerBuffer:
     """The methods of deep_ep.Buffer that the benchmark calls, over collectives; rows by source rank and token."""
 
@@ -140,9 +148,9 @@ class _PeerBuffer:
         return in_rank.sum(0).int(), None, torch.bincount(idx.flatten(), minlength=experts).int(), in_rank, None
 
     def dispatch(self, x: torch.Tensor, *, handle: Any = None, **told: Any) -> tuple[Any, ...]:
-        me, everyone = dist.get_rank(), [None, None]
+        me = dist.get_rank()
         in_rank = told["is_token_in_rank"] if handle is None else handle[me]
-        dist.all_gather_object(everyone, (x, in_rank, told.get("topk_idx"), told.get("topk_weights")))
+        everyone = _of_both_ranks((x, in_rank, told.get("topk_idx"), told.get("topk_weights")))
         rows = torch.cat([x[here[:, me]] for x, here, _, _ in everyone])
         if handle is not None:
             return rows, None, None, [], handle, None
@@ -153,14 +161,13 @@ class _PeerBuffer:
         return rows, ids, weights, [], [here for _, here, _, _ in everyone], None
 
     def combine(self, y: torch.Tensor, handle: list[torch.Tensor], topk_weights: Any = None) -> tuple[Any, ...]:
-        me, everyone = dist.get_rank(), [None, None]
-        dist.all_gather_object(everyone, (y, topk_weights))
+        me, everyone = dist.get_rank(), _of_both_ranks((y, topk_weights))
         found = []
         for part in (0, 1):
             if everyone[0][part] is None:
                 found.append(None)
                 continue
-            out = torch.zeros(handle[me].shape[0], everyone[0][part].shape[1])
+            out = torch.zeros(handle[me].shape[0], everyone[0][part].shape[1], device=y.device)
             for rank in range(2):
                 before = sum(int(handle[source][:, rank].sum()) for source in range(me))
                 here = handle[me][:, rank]
