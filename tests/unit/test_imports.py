@@ -153,6 +153,16 @@ def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_importing_modules_loads_no_compiler() -> None:
+    """Neither torch.compile's compiler nor DTensors, which take longer to import than the whole package."""
+    doors = ("deep_ep", "hybrid_ep", "megatron", "torchtitan", "vllm")
+    names = ["autograd", "bench.run", "layer", "mx", "nn", "testing", *(f"integrations.{name}" for name in doors)]
+    imports = "; ".join(f"import triton_ep.{name}" for name in names)
+    code = f"{imports}; import sys; print({{'torch._dynamo', 'torch.distributed.tensor'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
 def test_public_names_are_there() -> None:
     """Every name of `triton_ep.__all__` loads, and the type checker sees the same names."""
     code = "import triton_ep as t; print(all(getattr(t, name).__name__ == name for name in t.__all__))"

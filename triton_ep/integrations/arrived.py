@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from triton_ep.distributed.dtensors import local_part
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.expert_block import ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined
 from triton_ep.nn.prepared import PreparedWeights
-from triton_ep.nn.swiglu_experts import local_part
 from triton_ep.ops.activation import Activation, check_activation
 
 RECIPES = {"bf16": None, "mxfp8": "default", "mxfp8-fast": "fast", "mxfp8-exact": "exact"}

@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from triton_ep.distributed.dtensors import is_dtensor
 from triton_ep.errors import InputError
 from triton_ep.mx.formats import BLOCK, ScalingMode, elem_format
 from triton_ep.mx.linear import MXLinear, MXLinearConfig, flat
@@ -28,7 +29,6 @@ from triton_ep.mx.mm import mx_mm
 from triton_ep.mx.nvfp4 import BLOCK as NVFP4_BLOCK
 from triton_ep.mx.nvfp4 import NVFP4Tensor, per_tensor_amax_to_scale
 from triton_ep.mx.nvfp4_linear import NVFP4Linear, NVFP4LinearConfig
-from triton_ep.mx.operations import is_dtensor
 from triton_ep.mx.tensor import MXTensor
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from triton_ep.distributed.dtensors import is_dtensor
 from triton_ep.errors import InputError
 from triton_ep.mx import nvfp4_arithmetic as arithmetic
 from triton_ep.mx.formats import check_high_precision
 from triton_ep.mx.hadamard import check_signs
 from triton_ep.mx.nvfp4_arithmetic import E2M1_LARGEST, E4M3_LARGEST
-from triton_ep.mx.operations import BlockTensor, Dequantize, Operations, axis_of, cuts_blocks, is_dtensor
+from triton_ep.mx.operations import BlockTensor, Dequantize, Operations, axis_of, cuts_blocks
 from triton_ep.mx.serialize import saved_as
 from triton_ep.mx.swizzle import blocked_shape, from_blocked, to_blocked
 from triton_ep.ops import nvfp4 as ops

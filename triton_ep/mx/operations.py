@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
@@ -43,15 +42,6 @@ def cuts_blocks(func: Any, x: BlockTensor) -> InputError:
         f"{func} would cut or reorder the blocks of {x.block_size} along dimension {x.block_dim} of an "
         f"{type(x).__name__} of shape {list(x.shape)}; call .dequantize() first."
     )
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether this is a DTensor; torch.distributed.tensor is imported only for wrapper subclasses."""
-    if not is_traceable_wrapper_subclass(x):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
 
 
 class BlockTensor(torch.Tensor):

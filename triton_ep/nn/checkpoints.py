@@ -9,17 +9,19 @@ experts a rank holds, so each rank reads what it needs, whatever the number of r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from triton_ep.errors import ConfigError
 from triton_ep.nn.moe import MoE
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _meshes: WeakKeyDictionary[Any, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
 
@@ -46,6 +48,8 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
 def _over_all_ranks(parameter: torch.Tensor, group: Any, num_experts: int, name: str) -> DTensor:
     """DTensor [E, ...] of a parameter that holds this rank's experts."""
+    from torch.distributed.tensor import DTensor, Shard
+
     local = parameter.detach()
     ranks: list[int] = [dist.get_rank()]
     if isinstance(local, DTensor):

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from triton_ep.distributed.dtensors import is_dtensor, local_part
 from triton_ep.errors import InputError
 from triton_ep.nn.moe import MoE
-from triton_ep.nn.swiglu_experts import local_part
 
 
 @torch.no_grad()
@@ -42,7 +41,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     norms = []
     if dense:
         norm = torch.nn.utils.get_total_norm(dense, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(norm.full_tensor() if is_dtensor(norm) else norm)
     norms += [_norm_of_experts(moe, norm_type) for moe in moes]
     total = _norm([norm.float() for norm in norms], norm_type) if norms else torch.zeros(())
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -59,7 +58,7 @@ def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
     device = local_part(parameters[0]).device
     norm = _norm([torch.linalg.vector_norm(grad.float(), norm_type) for grad in local], norm_type).to(device)
     groups: list[Any] = [moe._connection.group]
-    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    mesh = next((p.device_mesh for p in parameters if is_dtensor(p)), None)
     if mesh is not None:
         groups += [mesh.get_group(dim) for dim in range(mesh.ndim)]
     largest = norm_type == torch.inf

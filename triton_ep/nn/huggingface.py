@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from triton_ep.distributed.dtensors import is_dtensor
 from triton_ep.errors import InputError
 from triton_ep.nn.moe import MoE
 from triton_ep.nn.router import TopKRouter
@@ -98,7 +98,7 @@ def load_huggingface(moe: MoE, tensors: Mapping[str, torch.Tensor], prefix: str 
     experts = moe.experts
     if not experts.activation.gated:
         raise InputError("checkpoints have gated experts; this module was made with gated=False.")
-    if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+    if any(is_dtensor(parameter) for parameter in experts.parameters()):
         raise InputError("the experts are sharded already; load them before fully_shard.")
     source = _Source(tensors, prefix)
     if _FUSED in source:
@@ -128,7 +128,7 @@ def huggingface_state(moe: MoE, layout: str, prefix: str = "") -> dict[str, torc
         raise InputError(f"layout is {layout!r}; choose from {', '.join(map(repr, LAYOUTS))}.")
     if not experts.activation.gated or experts.b2 is not None:
         raise InputError(f"layout {layout!r} has gated experts without biases.")
-    if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+    if any(is_dtensor(parameter) for parameter in experts.parameters()):
         raise InputError("the experts are sharded by FSDP; gather them first (DTensor.full_tensor).")
     state = {}
     for local in range(experts.num_local_experts):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from triton_ep.config import as_integer
 from triton_ep.distributed import check_group
@@ -28,12 +27,6 @@ _HOOKS_INSIDE = (
     "fully_shard(moe.experts) has put FSDP's hooks inside the compiled module. Shard the compiled module as a whole, "
     "with shard_placement_fn=triton_ep.nn.expert_placement(module, mesh), or compile without fullgraph."
 )
-
-
-@torch.compiler.disable
-def _look_at_shards(experts: SwiGLUExperts) -> None:
-    """Called after a graph break, because torch.compile cannot trace version counters."""
-    experts.look_at_shards()
 
 
 class MoE(nn.Module):
@@ -236,10 +229,14 @@ class MoE(nn.Module):
         self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """`forward` as torch.compile traces it: the other checks are made when the graph runs."""
+        from torch.distributed.fsdp import FSDPModule
+
         ids, weights = self._route(x, topk_idx, topk_weights)
         if isinstance(self.experts, FSDPModule):
+            from triton_ep.nn.untraced import look_at_shards
+
             torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph anyway, without a reason
-            _look_at_shards(self.experts)
+            look_at_shards(self.experts)
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         y = y.view(x.shape)

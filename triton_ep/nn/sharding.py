@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from triton_ep.errors import ConfigError
 from triton_ep.nn.moe import MoE
@@ -38,6 +37,7 @@ def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parame
         )
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.tensor import Shard
     except ImportError as error:
         raise ConfigError(
             "this torch takes one mesh per call of fully_shard; 2.12 added meshes per parameter. Shard the experts "

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from triton_ep.config import as_integer
+from triton_ep.distributed.dtensors import is_dtensor, local_part
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import operations
 from triton_ep.nn.arrivals import keeper_of_arrivals
@@ -168,9 +168,9 @@ class SwiGLUExperts(nn.Module):
     def look_at_shards(self) -> None:
         """Invalidate kept copies if the shards that FSDP gathers next have changed: gathered weights keep the version
         counter of the previous ones. Call it before a pass, while parameters are shards."""
-        if not isinstance(self.w2, DTensor):
+        if not is_dtensor(self.w2):
             return
-        shards = [each for each in self.parameters(recurse=False) if isinstance(each, DTensor)]
+        shards = [each for each in self.parameters(recurse=False) if is_dtensor(each)]
         # An operation on the DTensor moves the DTensor's counter; one on its local tensor, the local tensor's.
         both = [part for shard in shards for part in (shard, shard.to_local())]
         now = [0 if part.is_inference() else part._version for part in both]
@@ -355,11 +355,6 @@ def check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
             )
 
 
-def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds: a DTensor's shard, else the tensor itself."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def _after_load(module: SwiGLUExperts, _: Any) -> None:
     """Invalidate kept copies: a state dict loaded into shards moves counters that gathered weights do not have."""
     module.invalidate()
@@ -383,7 +378,7 @@ def _fit_state_dict(
             state[first], state[second] = state.pop(both).chunk(2, 1)
     for name, own in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
-        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor) or isinstance(own, DTensor):
+        if not isinstance(given, torch.Tensor) or is_dtensor(given) or is_dtensor(own):
             continue
         experts = given.shape[0] if given.dim() else 0
         if experts not in (module.num_local_experts, module.num_experts):
