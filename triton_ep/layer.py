@@ -623,6 +623,7 @@ class EPAll2AllLayer:
         weights: torch.Tensor | None = None,
         *,
         bias: _Biases = None,
+        out: torch.Tensor | None = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -636,6 +637,7 @@ class EPAll2AllLayer:
         weights: torch.Tensor | None = None,
         *,
         bias: _Biases = None,
+        out: torch.Tensor | None = None,
         return_recv_hook: Literal[True],
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -649,6 +651,7 @@ class EPAll2AllLayer:
         weights: torch.Tensor | None = None,
         *,
         bias: _Biases = None,
+        out: torch.Tensor | None = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[True],
         previous_event: EPEvent | None = None,
@@ -661,6 +664,7 @@ class EPAll2AllLayer:
         weights: torch.Tensor | None = None,
         *,
         bias: _Biases = None,
+        out: torch.Tensor | None = None,
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
@@ -674,6 +678,8 @@ class EPAll2AllLayer:
                 on none. None: a plain sum.
             bias: one or two [T, H] of the layer's dtype, contiguous. The float32 sums start with them, in this order:
                 terms that need no exchange, such as a shared expert's output. Not for low-latency layers.
+            out: [T, H] of the layer's dtype, contiguous, not overlapping `input`: memory for the result, which is then
+                returned. None: it is allocated.
             return_recv_hook, async_finish, previous_event: as in `dispatch`. The hook must be called before the next
                 combine of this layer. `input` may be overwritten once the sending half has run.
 
@@ -694,6 +700,8 @@ class EPAll2AllLayer:
         self._begin_combine(input, weights, *biases)
         ending = Ending(return_recv_hook, async_finish, previous_event)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
+        if out is not None:
+            checks.check_out(self.config, ctx.device, out, desc)
         if biases:
             checks.check_biases(self.config, ctx.device, biases, desc)
         if ending != PLAIN:
@@ -701,10 +709,10 @@ class EPAll2AllLayer:
         ctx.calls.check_combine(desc.dispatch_number)
 
         def send() -> Launched[torch.Tensor]:
-            return steps.combine(ctx, input, weights, desc, split=return_recv_hook, biases=biases)
+            return steps.combine(ctx, input, weights, desc, split=return_recv_hook, biases=biases, out=out)
 
-        out, end = self._finish("combine", send, (input, weights, desc, *biases), ending)
-        return out if end is None else (out, end)
+        sums, end = self._finish("combine", send, (input, weights, desc, out, *biases), ending)
+        return sums if end is None else (sums, end)
 
     def send_weights(self, weights: torch.Tensor, layout_desc: EPAllToAllLayoutDesc) -> torch.Tensor:
         """Bring weights [T, K] float32 to the rows of a low-latency dispatch: [R] float32, for `combine`; undefined for

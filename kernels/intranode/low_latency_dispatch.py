@@ -429,6 +429,58 @@ def _store_placement(
     store_epoch(job, placement_ptr, epoch)
 
 
+@triton.jit
+def _segments_of(job, counts_ptr, epoch, first_source, in_group, segments, WP: tl.constexpr, EP: tl.constexpr):
+    """Rows of each local expert and of its segment, [EP] each, and the first output row of each source's rows of each
+    expert, [WP * EP]."""
+    source, local = tl.arange(0, WP), tl.arange(0, EP)
+    # Words past the last expert, never written, carry no epoch and count as 0.
+    counts_ptrs = counts_ptr + (first_source + source)[:, None] * EP + local[None, :]
+    counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
+    counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
+    total = tl.sum(counts, axis=0)
+    if segments.SLABS:
+        padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
+    else:
+        padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
+    start = tl.cumsum(padded, axis=0) - padded
+    begin = start[None, :] + tl.cumsum(counts, axis=0) - counts
+    return total, padded, tl.reshape(begin, [WP * EP])
+
+
+@triton.jit
+def _output_rows(
+    key,  # [ROWS, KP] of the assignments, negative = none
+    of_source,  # [ROWS]
+    begin,  # of `_segments_of`
+    segments,
+    EP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """[ROWS, KP] output row of each assignment: -1 = none, -2 = beyond the capacity."""
+    is_copy = key >= 0
+    segment = tl.where(is_copy, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
+    first = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP])
+    copy = first + (key & _SLOT_MASK)
+    end = segments.capacity
+    if segments.SLABS:
+        end = ((key >> _SLOT_BITS) + 1) * segments.slab_rows
+    return tl.where(is_copy, tl.where(copy < end, copy, -2), -1)
+
+
+@triton.jit
+def _note_copies(copy_rows_ptr, arrival, num_arrivals, is_copy, copy, choices):
+    """Store the output rows [ROWS, KP] of staging rows for combine: assignments first, in k order, so that it may stop
+    at the first -1."""
+    ks = tl.arange(0, choices.KP)[None, :]
+    copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
+    num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
+    position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
+    noted = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
+    tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=noted)
+
+
 @ep_kernel(
     recv_x_ptr="*{WORD}",
     recv_scale_ptr="*u8",
@@ -489,36 +541,11 @@ def low_latency_expand_kernel(
         if parts.HAS_WEIGHTS:
             weights = tl.load(meta_weights_ptr + meta + choices.KP, mask=here[:, None], other=0.0)
 
-        local = tl.arange(0, EP)
-        # Words past the last expert, never written, carry no epoch and count as 0.
-        counts_ptrs = counts_ptr + (first_source + source)[:, None] * EP + local[None, :]
-        counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
-        counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
-        total = tl.sum(counts, axis=0)
-        if segments.SLABS:
-            padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
-        else:
-            padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
-        start = tl.cumsum(padded, axis=0) - padded
-        begin = start[None, :] + tl.cumsum(counts, axis=0) - counts  # of each source's rows of each expert
-        begin = tl.reshape(begin, [WP * EP])
-        is_copy = key >= 0
-        segment = tl.where(is_copy, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
-        copy = tl.reshape(
-            tl.gather(begin, tl.reshape(segment, [tile.ROWS * choices.KP]), 0), [tile.ROWS, choices.KP]
-        ) + (key & _SLOT_MASK)
-        end = segments.capacity
-        if segments.SLABS:
-            end = ((key >> _SLOT_BITS) + 1) * segments.slab_rows
-        copy = tl.where(is_copy, tl.where(copy < end, copy, -2), -1)
+        total, padded, begin = _segments_of(job, counts_ptr, epoch, first_source, in_group, segments, WP, EP)
+        copy = _output_rows(key, of_source, begin, segments, EP, tile.ROWS, choices.KP)
         if parts.HAS_WEIGHTS:
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
-        # Assignments first, in k order, so that a reader may stop at the first -1.
-        copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
-        num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
-        position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
-        noted = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
-        tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=noted)
+        _note_copies(copy_rows_ptr, arrival, num_arrivals, key >= 0, copy, choices)
         # Every thread needs all output rows: keep them in registers, because memory would be a chain of loads.
         copies = ()
         for k in tl.static_range(choices.TOPK):
@@ -528,16 +555,7 @@ def low_latency_expand_kernel(
                 words, scales = _load_staged(
                     out, row_ptrs, scale_ptrs, here, t * tile.BLOCK_H, segments, parts.HAS_SCALES, tile.BLOCK_H
                 )
-            _store_copies(
-                out,
-                words,
-                scales,
-                t * tile.BLOCK_H,
-                copies,
-                segments,
-                parts.HAS_SCALES,
-                choices.TOPK,
-            )
+            _store_copies(out, words, scales, t * tile.BLOCK_H, copies, segments, parts.HAS_SCALES, choices.TOPK)
         if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
             _zero_rest(out, total, padded, segments.capacity, parts, tile)
         if tl.program_id(0) == 0:

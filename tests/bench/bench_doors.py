@@ -1,4 +1,4 @@
-"""Cost of the integrations: calls of deep_ep.Buffer, HybridEPBuffer and fused_a2a against the layer's, with equal bits.
+"""Cost of the integrations: their calls against the layer's, with equal bits.
 
     python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
     python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 128 --experts 8 --iters 2     # CPU, to try it
@@ -6,9 +6,10 @@
 Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
 rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales. deep_ep and
 hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
-by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. Low-latency
-calls (...-low-latency) have at most 128 tokens and are captured in CUDA graphs, so they have no host time; both sides
-quantise one-byte rows in the measured time; with -early the weights travel with the rows.
+by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare
+and finalize in the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
+graphs, so they have no host time; both sides quantise one-byte rows in the measured time; with -early the weights
+travel with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
 lines compare the times in which kernels run, and the host times of calls that are not captured.
 Columns and method: docs/benchmarks/README.md.

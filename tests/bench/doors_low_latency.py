@@ -1,9 +1,13 @@
-"""Low-latency calls of deep_ep.Buffer and of the layer, each captured ten times in a CUDA graph (bench_doors.py)."""
+"""Low-latency calls of deep_ep.Buffer, of vLLM's batched format and of the layer (bench_doors.py).
+
+Each is captured ten times in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from triton_ep.bench.job import capture
 from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.routing import uniform_idx
 from triton_ep.integrations.deep_ep import Buffer
+from triton_ep.integrations.vllm import PrepareFinalize
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.channel_scales import quantize_channels
 from triton_ep.runtime.launch import INTERPRETING
@@ -99,6 +104,16 @@ class LowLatencyDoor:
             assert isinstance(rows, torch.Tensor)
             return buffer.low_latency_combine(rows, idx, weights, made)[0]
 
+        self._vllm = made = PrepareFinalize(dist.group.WORLD, **_sizes_of_vllm(tokens, sizes, num_sm))
+        unquantised = SimpleNamespace(quant_dtype=None)
+
+        def vllm_round() -> torch.Tensor:
+            rows, *_ = made.prepare(x, weights, idx, experts, None, False, unquantised)
+            out = torch.empty_like(x)
+            made.finalize(out, rows, weights, idx, False, None)
+            return out
+
+        same("vLLM's batched format", vllm_round(), combined)
         kind = "low-latency"
         self.eager: dict[tuple[str, str, str], Callable[[], object]] = {
             ("dispatch", "triton_ep", kind): lambda: layer.dispatch(x, idx),
@@ -109,6 +124,7 @@ class LowLatencyDoor:
             ("combine", "deep_ep", kind): lambda: buffer.low_latency_combine(slabs, idx, weights, handle),
             ("roundtrip", "triton_ep", kind): layer_round,
             ("roundtrip", "deep_ep", kind): door_round,
+            ("roundtrip", "vllm", kind): vllm_round,
             ("combine", "triton_ep", f"{kind}-early"): lambda: layer.combine(recv_x, desc, recv_weights),
             ("combine", "deep_ep", f"{kind}-early"): lambda: buffer.low_latency_combine(slabs, idx, weights, brought),
             ("roundtrip", "triton_ep", f"{kind}-early"): layer_round,
@@ -121,6 +137,13 @@ class LowLatencyDoor:
         for layer in self.layers:
             layer.check()
             layer.finalize()
+        self._vllm.close()
+
+
+def _sizes_of_vllm(tokens: int, sizes: tuple[int, int, int], num_sm: int) -> dict[str, Any]:
+    """Arguments of a `PrepareFinalize` in the batched format."""
+    named = dict(zip(("hidden", "topk", "num_experts"), sizes, strict=True))
+    return {**named, "max_tokens": tokens, "batched": True, "num_sm": num_sm, "timeout_s": 120.0}
 
 
 def _replayed(call: Callable[[], object]) -> Callable[[], object]:

@@ -384,6 +384,11 @@ def check_send_weights(
     _check_tensor(device, "weights", weights, (desc.num_dispatch_token_cur_rank, cfg.topk), (torch.float32,))
 
 
+def check_out(cfg: EPConfig, device: torch.device, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
+    """Raise InputError unless a combine can write its result [T, H] to this tensor."""
+    _check_tensor(device, "out", out, (desc.num_dispatch_token_cur_rank, cfg.hidden), (cfg.token_dtype,))
+
+
 def check_biases(
     cfg: EPConfig, device: torch.device, biases: tuple[torch.Tensor, ...], desc: EPAllToAllLayoutDesc
 ) -> None:

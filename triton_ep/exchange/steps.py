@@ -311,19 +311,21 @@ def combine(
     desc: EPAllToAllLayoutDesc,
     split: bool = False,
     biases: tuple[torch.Tensor, ...] = (),
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32, plus up to two biases [T, H].
 
-    Returns [T, H] and the receiving half. split: the caller launches that half; otherwise it has been launched.
+    Returns [T, H] and the receiving half. split: the caller launches that half; otherwise it has been launched. out:
+    memory for the result; None: allocated.
     """
     if ctx.config.low_latency:
-        out, receive = low_latency_ops.combine(ctx, y, weights, desc, split)
+        out, receive = low_latency_ops.combine(ctx, y, weights, desc, split, out)
         if not split:
             receive()
     elif split:
-        out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases)
+        out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases, out)
     else:  # the halves overlap
-        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases)
+        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases, out=out)
         receive = _no_more
     if not split:
         ctx.poll_status()

@@ -32,17 +32,19 @@ def combine(
     desc: EPAllToAllLayoutDesc,
     of_slots: bool = False,
     biases: tuple[torch.Tensor, ...] = (),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Publish expert outputs y [R, H], bring them back and sum them: [T, H].
 
     fmt: format of `y` and the result. weights: [R] float32. biases: up to two [T, H]; the sums start from them.
+    out: memory for the result; None: allocated.
     of_slots: rows carry one value per slot of their token instead of expert outputs. y [R]: each row carries the value
     of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
     # On the side stream, later rows are summed while the first sums are pulled.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
-    out = _make_output(ctx, fmt, desc)
+    out = _make_output(ctx, fmt, desc) if out is None else out
     _receive(ctx, fmt, out, weights is not None, desc, plan, biases)
     if plan.overlapped:
         ctx.join()
@@ -109,14 +111,15 @@ def send(
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     biases: tuple[torch.Tensor, ...] = (),
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Publish expert outputs y [R, H] with weights [R] float32; biases: as in `combine`.
+    """Publish expert outputs y [R, H] with weights [R] float32; biases, out: as in `combine`.
 
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, fmt, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan)
-    out = _make_output(ctx, fmt, desc)
+    out = _make_output(ctx, fmt, desc) if out is None else out
     return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases)
 
 

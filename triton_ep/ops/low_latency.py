@@ -69,15 +69,18 @@ def combine(
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     split: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
 
     split: launch only the sending half; otherwise one launch does both.
-    Returns memory for the result [T, H], and a callable that launches the receiving half, which sums into it.
+    out: memory for the result [T, H]; None: allocated. Returns it, and a callable that launches the receiving half,
+    which sums into it.
     """
     cfg, copy_rows = ctx.config, desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    if out is None:
+        out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
     launcher = ctx.launcher(("ll_combine", weights is not None), plans.combine, weights is not None)
     tiles = launcher.plan.constexprs
     launch = partial(

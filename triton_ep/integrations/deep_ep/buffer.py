@@ -573,7 +573,7 @@ class Buffer:
             use_logfmt: must be False.
             zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
             async_finish, return_recv_hook: as in `low_latency_dispatch`.
-            out: [T, H], receives the result.
+            out: [T, H], contiguous, receives the result; it must not overlap `x`.
             overlap: a kernel on another stream still writes `x`; the sending half waits for its signals before it reads
                 a row, with the limit of all waits. The caller clears the signals. False: the other arguments about
                 signals have no effect.
@@ -606,9 +606,12 @@ class Buffer:
         ids = desc.topk_indices_tensor
         if topk_idx.shape != ids.shape:
             raise InputError(f"topk_idx is {list(topk_idx.shape)}, but the dispatch got {list(ids.shape)}.")
-        if out is not None and (tuple(out.shape) != (ids.shape[0], cfg.hidden) or out.dtype != cfg.token_dtype):
+        result_shape = (ids.shape[0], cfg.hidden)
+        if out is not None and (
+            tuple(out.shape) != result_shape or out.dtype != cfg.token_dtype or not out.is_contiguous()
+        ):
             raise InputError(
-                f"out must be [{ids.shape[0]}, {cfg.hidden}] {cfg.token_dtype}, got {list(out.shape)} {out.dtype}."
+                f"out must be {list(result_shape)} {cfg.token_dtype}, contiguous; got {list(out.shape)} {out.dtype}."
             )
         signals = None
         if check.flag("overlap", overlap):
@@ -631,18 +634,9 @@ class Buffer:
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
             rows = x.view(desc.num_recv_rows, cfg.hidden)
-            hook: Callable[[], None] = no_hook
             if return_recv_hook:
-                combined, hook = layer.combine(rows, desc, weights, return_recv_hook=True)
-            else:  # one launch instead of two
-                combined = layer.combine(rows, desc, weights)
-
-            def receive() -> None:
-                hook()
-                if out is not None:
-                    out.copy_(combined)
-
-            return combined if out is None else out, receive
+                return layer.combine(rows, desc, weights, out=out, return_recv_hook=True)
+            return layer.combine(rows, desc, weights, out=out), no_hook  # one launch instead of two
 
         tensors = (x, topk_weights, desc, *(each for each in (out, src_signals, comp_signal) if each is not None))
         result, event, hook = run_halves(layer, send, tensors, async_finish, return_recv_hook)

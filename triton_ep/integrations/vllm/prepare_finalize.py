@@ -12,6 +12,8 @@ import torch
 
 from triton_ep.config import EPConfig, as_integer
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
+from triton_ep.context.overlap import RecvHook
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
@@ -33,12 +35,14 @@ class Prepared:
         layer, desc: layer and descriptor of the dispatch.
         weights: [R] float32, weights of the received rows.
         experts: e.
+        in_slabs: whether the descriptor takes the rows of slabs.
     """
 
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
     weights: torch.Tensor
     experts: int
+    in_slabs: bool
 
 
 class PrepareFinalize:
@@ -251,15 +255,28 @@ class PrepareFinalize:
         payload = "mxfp8" if wanted == "mxfp8" else None
         batch = 0 if self._micro_batch is None else self._micro_batch()
         layer = self._layer(batch, payload)
-        recv_x, recv_weights, desc, hook = layer.dispatch(
-            a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous(), return_recv_hook=True
-        )
+        given = a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous()
+        recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts)
         assert recv_weights is not None, "given on all ranks"
-        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts)
+        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, recv_x.dim() == 3)
         # vLLM's kernels look up every id in the expert map, so rows past the received ones get another rank's expert.
         nobody = -1 if expert_map is None else placement.elsewhere
         received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
         return hook, received
+
+    def _send(
+        self, layer: EPAll2AllLayer, a1: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, experts: int
+    ) -> tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
+        """Launch the sending half: memory for rows [R, H] or slabs [e, M W, H], weights, descriptor, hook.
+
+        The receiving kernel of a low-latency layer writes slabs itself, but not scales row by row.
+        """
+        if not self.batched or not layer.config.low_latency or layer.config.payload is not None:
+            return layer.dispatch(a1, slots, weights, return_recv_hook=True)
+        slabs = a1.new_empty(max(experts, 1), self.max_tokens * self.ranks, self.hidden)
+        recv_weights, desc, hook = layer.dispatch_to_slabs(Rows(a1), slots, weights, Rows(slabs), True)
+        assert isinstance(hook, RecvHook), "asked for"
+        return slabs, recv_weights, desc, hook
 
     def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
         """Raise InputError for arguments that the layer knows under other names; the layer checks the rest."""
@@ -299,7 +316,9 @@ class PrepareFinalize:
         scales: torch.Tensor | None = None
         if isinstance(recv_x, MXTensor):
             rows, scales = recv_x.qdata, recv_x.scale.view(torch.uint8)
-        if self.batched:
+        if prepared.in_slabs:
+            rows = rows[: placement.experts]
+        elif self.batched:
             slab = self.max_tokens * self.ranks
             rows = _slabs(rows, desc, placement.experts, slab)
             if scales is not None:
@@ -347,10 +366,8 @@ class PrepareFinalize:
         Raises:
             InputError: no `prepare` came before, or shapes do not fit it. Others: as `EPAll2AllLayer.combine`.
         """
-        hook, receiver = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        hook()
+        given = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        _, receiver = self._combine(output, *given, split=False)
         receiver()
 
     def finalize_async(
@@ -362,8 +379,22 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The sending half of `finalize`. Returns (hook, receiver): the hook launches the receiving half, the receiver
-        copies the sums into `output`."""
+        """The sending half of `finalize`. Returns (hook, receiver): call the hook, which launches the receiving half,
+        then the receiver; `output` is complete after both."""
+        given = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        return self._combine(output, *given, split=True)
+
+    def _combine(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+        split: bool,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Hook and receiver; split: the caller calls the hook, else both halves have been launched."""
         batch = 0 if self._micro_batch is None else self._micro_batch()
         prepared = self._prepared.get(batch)
         if prepared is None:
@@ -397,20 +428,30 @@ class PrepareFinalize:
                 )
             weights = None
         if self.batched:
-            experts = prepared.experts
-            if rows.dim() != 3 or rows.shape[:2] != (experts, self.max_tokens * self.ranks):
-                shape = [experts, self.max_tokens * self.ranks, self.hidden]
-                raise InputError(f"fused_expert_output must be {shape}, got {list(rows.shape)}.")
-            counts, offsets = desc.num_recv_tokens_per_expert[:experts], desc.expert_offsets[: experts + 1]
-            if experts:
-                rows = from_slabs(rows.contiguous(), offsets, counts, desc.num_recv_rows)
-            else:
-                rows = rows.new_empty(desc.num_recv_rows, self.hidden)
+            rows = self._rows_of_slabs(rows, prepared)
         if rows.dim() == 3:
             rows = rows.reshape(-1, self.hidden)
-        combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
+        rows = rows.to(self.dtype).contiguous()
+        out = output if output.dtype == self.dtype and output.is_contiguous() else None
+        hook: Callable[[], None] = _nothing
+        if split:
+            combined, hook = layer.combine(rows, desc, weights, out=out, return_recv_hook=True)
+        else:  # one launch instead of two with low latency
+            combined = layer.combine(rows, desc, weights, out=out)
         del self._prepared[batch]  # only now: a refused call may be repeated
-        return hook, partial(_copy, output, combined)
+        return hook, _nothing if combined is output else partial(_copy, output, combined)
+
+    def _rows_of_slabs(self, slabs: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        """Expert outputs as the descriptor numbers them, from slabs [e, M W, H]."""
+        experts, desc, shape = prepared.experts, prepared.desc, (self.max_tokens * self.ranks, self.hidden)
+        if slabs.shape != (experts, *shape):
+            raise InputError(f"fused_expert_output must be {[experts, *shape]}, got {list(slabs.shape)}.")
+        if not experts:
+            return slabs.new_empty(desc.num_recv_rows, self.hidden)
+        if prepared.in_slabs:
+            return slabs.reshape(-1, self.hidden)
+        counts, offsets = desc.num_recv_tokens_per_expert[:experts], desc.expert_offsets[: experts + 1]
+        return from_slabs(slabs.contiguous(), offsets, counts, desc.num_recv_rows)
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -436,6 +477,10 @@ class PrepareFinalize:
             variant=batch,
         )
         return self._pool.get(sizes, user=self._user)
+
+
+def _nothing() -> None:
+    """What is left of a call that has launched all of it."""
 
 
 def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
