@@ -16,9 +16,9 @@ CPU := not gpu and not multi_gpu
 export PYTHONDONTWRITEBYTECODE :=
 # Ranks are processes: with more than one compute thread each they only compete for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-# Three test processes for two cores, because tests wait for ranks and time limits; files in the order of
-# tests/conftest.py. One process without pytest-xdist, which a lent environment may lack.
-PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 3 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
+# Two test processes: with three on two cores the ranks of several tests compete, and the suite takes a tenth longer.
+# Files in the order of tests/conftest.py. One process without pytest-xdist, which a lent environment may lack.
+PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
