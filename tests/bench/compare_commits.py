@@ -161,7 +161,7 @@ def main() -> int:
         print("  ".join(f"{line[name]:>{width}}" for name, width in widths.items()))
     if a.csv:
         with open(a.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
     return int(slower)
