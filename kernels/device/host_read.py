@@ -3,10 +3,9 @@
 In an exact dispatch the host needs numbers from the device: it sizes the output by them, raises the errors that ranks
 report about arguments, and grows buffers. The program that computes them (internode/splits.py) writes them to host
 memory, which the host polls: no copy, no call of the driver. The kernels that send, forward and receive rows are
-launched before that, the last with room for as many rows as lately. If the host will have nothing to
-do, they go on at once. Otherwise the dispatch is *held*: they return without having written anything, here or
-elsewhere; the host raises, or grows buffers and launches them again. Receiving kernels are also launched again if the
-room was too small.
+launched before that, the last with room for as many rows as lately. If the host will have nothing to do, they go on at
+once. Otherwise the dispatch is *held*: they return without having written anything, here or elsewhere; the host raises,
+or grows buffers and launches them again. Receiving kernels are also launched again if the room was too small.
 
 Every rank decides from the same reports and has the same room, so all ranks hold a dispatch, or none does.
 
