@@ -95,8 +95,11 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, trai
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("nodes, payload", [(1, None), (1, "mxfp8"), (2, "mxfp8")], ids=["bf16", "mxfp8", "2-nodes"])
+@pytest.mark.parametrize(
+    "nodes, payload, training",
+    [(1, None, False), (1, "mxfp8", False), (2, "mxfp8", False), (1, None, True), (1, "mxfp8", True)],
+    ids=["bf16", "mxfp8", "2-nodes", "bf16-training", "mxfp8-training"],
+)
 def test_experts_run_before_the_counts_are_read(
     run_ranks: Callable[..., Any], nodes: int, payload: str | None, training: bool
 ) -> None:
