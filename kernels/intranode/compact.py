@@ -15,7 +15,7 @@ Memory order  Acquires the releases of push and forward, which cover stage_x and
 Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
               concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
-              rows outlive this kernel, so inside a node it may run again for the same dispatch.
+              rows outlive this kernel, so it may run again for the same dispatch.
 """
 
 from typing import NamedTuple

@@ -21,7 +21,7 @@ Memory order  2 is one system-scope release per program and step, after a block 
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
-              rows outlive expand, so inside a node it may run again for the same dispatch.
+              rows outlive expand, so it may run again for the same dispatch.
 """
 
 from typing import NamedTuple

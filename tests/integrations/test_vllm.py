@@ -84,6 +84,10 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
             in_place = batched and quant is not MXFP8 and nodes == 1
             with _no_copies() if in_place else nullcontext():
                 out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size)
+                vllm.UBATCH.hooks.append(ran := mock.Mock())  # pending of the other micro-batch
+                again = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size, whole=True)
+            ran.assert_called_once_with()
+            assert torch.equal(again, out)
             # One rounding, two with partial sums per rank, one per row; e4m3.
             plain = 2**-5 if reduce != "Delegate" else 2**-7 if batched else 2**-8
             close = plain if quant is PLAIN else 0.08

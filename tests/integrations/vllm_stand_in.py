@@ -178,12 +178,14 @@ class Experts:
         return out
 
 
-def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on_input=False) -> torch.Tensor:
+def kernel(
+    prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on_input=False, whole=False
+) -> torch.Tensor:
     """FusedMoEKernel.apply for one micro-batch."""
     output = torch.empty_like(x)
     expert_map = experts.expert_map
     arguments = (x, topk_weights, topk_ids, num_experts, experts.device_map, on_input, experts.quant_config)
-    if prepare_finalize.supports_async():
+    if prepare_finalize.supports_async() and not whole:
         ret = prepare_finalize.prepare_async(*arguments, defer_input_quant=False)
         hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
         if hook is not None:
@@ -194,6 +196,9 @@ def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on
     ids = topk_ids if ids is None else ids
     weights = topk_weights if weights is None else weights
     fused = experts.apply(rows, scales, meta, ids, weights, expert_map)
+    if whole:
+        prepare_finalize.finalize(output, fused, weights, ids, on_input, experts.reduce)
+        return output
     ret = prepare_finalize.finalize_async(output, fused, weights, ids, on_input, experts.reduce)
     hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
     if hook is not None:

@@ -152,8 +152,9 @@ class _Run:
             torch.cuda.synchronize(device)
             return time.perf_counter() - begin
 
-        # All ranks must make as many calls.
-        seconds(math.ceil(3 * _WARM_S / (slowest(seconds(3)) or _WARM_S)))
+        longest = slowest(seconds(3))  # all ranks must make as many calls
+        assert longest is not None, "every rank has measured it"
+        seconds(math.ceil(3 * _WARM_S / longest))
 
     def _peak_bytes(self, call: Callable[[int], object], num_gradients: int) -> int | None:
         """Peak memory of a call on the rank with the highest peak; None on the CPU and for GemmOnly. Collective.

@@ -21,6 +21,7 @@ from triton_ep.errors import (
     StaleHandleError,
 )
 from triton_ep.exchange import steps
+from triton_ep.exchange.checks import check_out
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
@@ -599,20 +600,14 @@ class Buffer:
         layer, desc, cfg = handle.layer, handle.layout_desc, handle.layer.config
         check.tensor("x", x)
         check.tensor("topk_idx", topk_idx, 2)
-        check.optional_tensor("out", out)
         wanted = (cfg.num_experts_per_rank, self.group_size * cfg.max_tokens, cfg.hidden)
         if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
             raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
         ids = desc.topk_indices_tensor
         if topk_idx.shape != ids.shape:
             raise InputError(f"topk_idx is {list(topk_idx.shape)}, but the dispatch got {list(ids.shape)}.")
-        result_shape = (ids.shape[0], cfg.hidden)
-        if out is not None and (
-            tuple(out.shape) != result_shape or out.dtype != cfg.token_dtype or not out.is_contiguous()
-        ):
-            raise InputError(
-                f"out must be {list(result_shape)} {cfg.token_dtype}, contiguous; got {list(out.shape)} {out.dtype}."
-            )
+        if out is not None:
+            check_out(cfg, layer.context.device, out, desc)
         signals = None
         if check.flag("overlap", overlap):
             if (src_signals is None) == (comp_signal is None):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
@@ -44,23 +42,6 @@ class TritonEPPrepareAndFinalize(PrepareFinalize, mk.FusedMoEPrepareAndFinalizeM
             **sizes,
         )
 
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """As in the base class, after running the receiving half that another micro-batch has left pending."""
+    def _before_combine(self) -> None:
+        """Run the receiving half that another micro-batch has left pending."""
         dbo_maybe_run_recv_hook()
-        return PrepareFinalize.finalize_async(
-            self,
-            output,
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )

@@ -367,7 +367,7 @@ class PrepareFinalize:
             InputError: no `prepare` came before, or shapes do not fit it. Others: as `EPAll2AllLayer.combine`.
         """
         given = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        _, receiver = self._combine(output, *given, split=False)
+        _, receiver = self.finalize_async(output, *given, split=False)
         receiver()
 
     def finalize_async(
@@ -378,23 +378,13 @@ class PrepareFinalize:
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
+        *,
+        split: bool = True,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The sending half of `finalize`. Returns (hook, receiver): call the hook, which launches the receiving half,
-        then the receiver; `output` is complete after both."""
-        given = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        return self._combine(output, *given, split=True)
-
-    def _combine(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-        split: bool,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Hook and receiver; split: the caller calls the hook, else both halves have been launched."""
+        then the receiver; `output` is complete after both. split=False: both halves are launched, the hook does
+        nothing."""
+        self._before_combine()
         batch = 0 if self._micro_batch is None else self._micro_batch()
         prepared = self._prepared.get(batch)
         if prepared is None:
@@ -440,6 +430,9 @@ class PrepareFinalize:
             combined = layer.combine(rows, desc, weights, out=out)
         del self._prepared[batch]  # only now: a refused call may be repeated
         return hook, _nothing if combined is output else partial(_copy, output, combined)
+
+    def _before_combine(self) -> None:
+        """What must run before a combine: nothing, unless a subclass says so."""
 
     def _rows_of_slabs(self, slabs: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         """Expert outputs as the descriptor numbers them, from slabs [e, M W, H]."""
