@@ -13,7 +13,6 @@ import torch
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.runtime.environment import Environment, as_integer, read_environment
-from triton_ep.runtime.plans import low_latency as low_latency_plans
 from triton_ep.runtime.plans.shape import Shape
 from triton_ep.runtime.tuned.table import KERNELS, TunedEntry
 
@@ -203,13 +202,7 @@ class EPConfig:
         """Whether a layer with low_latency=True accepts these sizes, given a static capacity."""
         fits = all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
         fits = fits and self.max_tokens * self.topk <= _LOW_LATENCY_MOST_ENTRIES
-        return self.is_intra_node and fits and self._reducing_programs <= low_latency_plans.MOST_REDUCING
-
-    @property
-    def _reducing_programs(self) -> int:
-        """Programs of a low-latency combine on a GPU that sum expert outputs."""
-        tiles = low_latency_plans.combine(self.shape(), False).constexprs
-        return low_latency_plans.reducing_programs(tiles, self.world_size * self.max_tokens)
+        return self.is_intra_node and fits
 
     def _check_low_latency(self) -> None:
         if self.recv_capacity is None:
@@ -231,13 +224,6 @@ class EPConfig:
             raise ConfigError(
                 f"low_latency=True takes max_tokens * topk up to {_LOW_LATENCY_MOST_ENTRIES}, got {self.max_tokens} * "
                 f"{self.topk}. Pass low_latency=False."
-            )
-        if self._reducing_programs > low_latency_plans.MOST_REDUCING:
-            raise ConfigError(
-                f"low_latency=True sums expert outputs of {self.world_size} * {self.max_tokens} tokens of "
-                f"{self.hidden} elements in {self._reducing_programs} programs, and at most "
-                f"{low_latency_plans.MOST_REDUCING} can be counted. Lower max_tokens or hidden, or pass "
-                "low_latency=False."
             )
 
     @cached_property

@@ -81,7 +81,7 @@ class EPAll2AllLayer:
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): the host waits for the row count and outputs have that size.
             n (static): n output rows, no host synchronisation; the descriptor reports overflow.
-        low_latency: two launches per dispatch, one per combine, for at most 1024 tokens (decode): static, one node.
+        low_latency: one launch per dispatch, one per combine, for at most 1024 tokens (decode): static, one node.
         sm_budget: multiprocessors that dispatch and combine take, including the layout and the sums of rows; limits
             `num_sm` to this number, or to half of it with several nodes. Not with `low_latency`. None: no budget.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), the same on all ranks; needs num_sm=None.
@@ -675,7 +675,8 @@ class EPAll2AllLayer:
             input: [R, H] of the layer's dtype, contiguous: one output per row of `recv_x`.
             ep_a2a_layout_desc: descriptor of the dispatch, which need not be the latest one of this layer.
             weights: [R] float32, contiguous; multiplies each row in float32 before the sum; on all ranks or
-                on none. None: a plain sum.
+                on none. None: a plain sum. A low-latency layer also takes those of the tokens, [T, K] as for
+                `dispatch`, on all ranks, which then travel within this call; the bits are the same.
             bias: one or two [T, H] of the layer's dtype, contiguous. The float32 sums start with them, in this order:
                 terms that need no exchange, such as a shared expert's output. Not for low-latency layers.
             out: [T, H] of the layer's dtype, contiguous, not overlapping `input`: memory for the result, which is then
@@ -713,19 +714,6 @@ class EPAll2AllLayer:
 
         sums, end = self._finish("combine", send, (input, weights, desc, out, *biases), ending)
         return sums if end is None else (sums, end)
-
-    def send_weights(self, weights: torch.Tensor, layout_desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-        """Bring weights [T, K] float32 to the rows of a low-latency dispatch: [R] float32, for `combine`; undefined for
-        rows that belong to no token. Collective. Weights given to `dispatch` need no launch of their own.
-
-        Raises:
-            ConfigError: the layer is not low-latency.
-            InputError, StaleHandleError, WaitTimeout: as `combine`.
-        """
-        ctx = self.context
-        self._begin_combine(weights)
-        checks.check_send_weights(self.config, ctx.device, ctx.layer_id, weights, layout_desc)
-        return steps.send_weights(ctx, weights, layout_desc)
 
     def combine_topk(
         self,

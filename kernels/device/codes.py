@@ -85,7 +85,7 @@ LL_FLAG = 21
 LL_COMBINE = 22
 LL_COMBINE_FLAG = 23
 LL_WEIGHTS = 24
-LL_WEIGHTS_FLAG = 25
+LL_ROW_FLAG = 25
 NUM_BUFFERS = 26
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
@@ -160,6 +160,8 @@ this id, so the entry is dropped and reported with the splits of its rank; the h
 COMBINE_WEIGHTS = 1
 COMBINE_SLOTS = 2
 COMBINE_BACKWARD = 4
+COMBINE_TOKEN_WEIGHTS = 8
+"""The weights are per token, and travel in the call."""
 COMBINE_SHIFT = 4
 EPOCH_BITS = 20
 """Number of low bits of a dispatch's number that calls carry."""
@@ -168,8 +170,7 @@ TAG_BITS = COMBINE_SHIFT + EPOCH_BITS
 MIXED_TAG = 2**TAG_BITS - 1
 """Sent to other nodes in place of a tag: the ranks of this node are in different combines."""
 
-# buffers.py: words of the state array. The status record (waits.py) has four words; LL_TOLD, what this rank published
-# in its last low-latency dispatch of each parity, has two.
+# buffers.py: words of the state array. The status record (waits.py) has four words.
 EPOCH_DISPATCH = 0
 EPOCH_COMBINE = 1
 EPOCH_BARRIER_ALL = 2
@@ -177,34 +178,31 @@ EPOCH_BARRIER_NODE = 3
 TIMEOUT_US = 4
 EPOCH_LL_DISPATCH = 5
 EPOCH_LL_COMBINE = 6
-LL_DISPATCH_SENT = 7
-LL_TOLD = 8
-STATUS = 10
-PROGRAMS_DONE = 14
-ALARM = 15
-OVERFLOW_TOTAL = 16
-PROGRAMS_COUNTED = 17
-EPOCH_LL_WEIGHTS = 18
-STATE_WORDS = 19
+STATUS = 7
+PROGRAMS_DONE = 11
+ALARM = 12
+OVERFLOW_TOTAL = 13
+PROGRAMS_COUNTED = 14
+STATE_WORDS = 15
 """One word per rank follows: if calls differ, 1 + the tag of that rank (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.
 #
-#     63        32 31        16 15        0
-#     |  programs  | host word  |  tokens |
+#     63         32 31        16 15        0
+#     | call number | host word  |  tokens |
 #
-# The programs of a call together add max_tokens to the upper half, which thus counts programs since the layer was
-# created. The program of token 0 also replaces the lower half: it adds what it publishes now minus what it published
-# in the last call of this parity. With max_tokens = 4, calls of one parity: 3 tokens with weights (HOST_WEIGHTS = 2),
-# then 1 token without, then 4 with:
-#
-#     call   added                        flag
-#      1     (4 << 32) + 0x20003          0x00000004_00020003
-#      3     (4 << 32) + 0x1 - 0x20003    0x00000008_00000001
-#      5     (4 << 32) + 0x20004 - 0x1    0x0000000c_00020004
+# In call 7, a rank that sends 3 tokens with weights (HOST_WEIGHTS = 2) publishes 0x00000007_00020003.
 LL_WORD_SHIFT = 16
-LL_COUNT_SHIFT = 32
+LL_CALL_SHIFT = 32
 """Also in the flags of a low-latency combine: the call's number from this bit on, its tag below."""
+
+# intranode/low_latency_combine.py: what a launch does, and whose weights multiply the rows.
+LL_SENDS = 1
+LL_RECEIVES = 2
+LL_NO_WEIGHTS = 0
+LL_ROW_WEIGHTS = 1
+LL_TOKEN_WEIGHTS = 2
+"""Those of the tokens, which the kernel brings to the rows."""
 
 # waits.py: the status record, int64 [STATUS_WORDS] of the state array from STATUS on. Its first word says which wait
 # expired (WAIT_*) or which calls differ (CALLS_*); 0 = no failure. A rank that in its 7th dispatch waited in vain for
@@ -236,6 +234,5 @@ CALLS_LL_DISPATCH = 13
 CALLS_LL_COMBINE = 14
 
 # waits.py again.
-WAIT_LL_WEIGHTS = 16
 # A wait for signals of the caller's kernel on this GPU, not for another rank.
 WAIT_SIGNALS = 15

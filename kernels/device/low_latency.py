@@ -1,22 +1,10 @@
-"""Helpers of the low-latency kernels: a release that counts, turns, owners of experts."""
+"""Helpers of the low-latency kernels: turns, owners of experts."""
 
 import triton
 import triton.language as tl
 
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
-
-
-@triton.jit
-def release_counts(flag_ptrs, mask, counts):
-    """Add to flags [block of pointers to one flag per rank], after all earlier stores of this program.
-
-    Each program adds for itself: a counter on this GPU, whose last arriver would raise the flags, costs a round trip
-    and a second fence. The adds to a flag form one release sequence, so an acquire of the total covers the stores of
-    all programs. One thread sets each flag, so the barrier must come first, as in `release_flags` (waits.py).
-    """
-    tl.debug_barrier()
-    tl.atomic_add(flag_ptrs, counts, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit

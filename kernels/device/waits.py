@@ -29,7 +29,6 @@ WAIT_BARRIER = tl.constexpr(codes.WAIT_BARRIER)
 WAIT_NODE_BARRIER = tl.constexpr(codes.WAIT_NODE_BARRIER)
 WAIT_LL_ROWS = tl.constexpr(codes.WAIT_LL_ROWS)
 WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
-WAIT_LL_WEIGHTS = tl.constexpr(codes.WAIT_LL_WEIGHTS)
 WAIT_SIGNALS = tl.constexpr(codes.WAIT_SIGNALS)
 
 TAG_BITS = tl.constexpr(codes.TAG_BITS)
@@ -42,8 +41,9 @@ def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_in
 
     Flags may wrap: a flag less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
     half of a word, which overflows after some hours of decoding.
-    flag_ptrs: block of pointers to this rank's own flags. The first one is flag `first_index` of its buffer, which the
-    status record uses. Pairs with `release_flags` on the writer's side.
+    flag_ptrs: block of pointers to this rank's own flags. In the status record, flag i of the block is flag
+    `first_index` + i of its buffer; first_index: a number, or one for each i. Pairs with `release_flags` on the
+    writer's side.
     """
     arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index)
     return arrived
@@ -127,7 +127,8 @@ def report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
     first = tl.min(tl.where(seen - expected < 0, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
     if take_record(job, OPERATION):
-        tl.store(state_at(job, STATUS) + STATUS_INDEX, tl.cast(first_index + first, tl.int64))
+        place = tl.max(tl.where(index == first, first_index + index, 0))
+        tl.store(state_at(job, STATUS) + STATUS_INDEX, tl.cast(place, tl.int64))
         tl.store(state_at(job, STATUS) + STATUS_EXPECTED, expected)
         tl.store(state_at(job, STATUS) + STATUS_SEEN, value)
         raise_alarm(job, OPERATION)

@@ -1,29 +1,36 @@
-"""Low-latency combine of few tokens inside a node, in one launch: sums announce themselves.
+"""Low-latency combine of few tokens inside a node, in one launch: sums announce themselves, and so do weights.
 
-Protocol      The first programs reduce, the others sum.
-              1 reduce: the first program publishes the number and the tag of this combine to every rank, in
-              ll_combine_flag
-              2 reduce: for each staging row of the dispatch, sum the outputs of its assignments in float32, in k order,
-              round once, and store the sum at the token's rank: negated, and never as +0
-              3 sum: the first of these programs waits until every rank has published the same number, and compares the
-              tags (device/calls.py)
-              4 sum: the others wait until no element of a token's sums is +0 any more, subtract the sums in float32,
-              in the order of the ranks that the token went to, round, and reset the elements to +0
+Protocol      Program 0 tells; if weights are given per token, the next programs are messengers. The last one meets. The
+              others are workers; each takes a share of 3, then of 5.
+              1 tell: publish the number and the tag of this combine to every rank, in ll_combine_flag
+              2 messengers: store each weight of this rank's tokens, next to the number of this combine, at the rank
+              that owns the expert. A token's weights for one rank lie there one after the other, in k order
+              3 reduce: for each staging row of the dispatch, sum the outputs of its assignments in float32, in k order,
+              each times its weight, once the weights of 2 have come; round once, and store the sum at the token's rank:
+              negated, and never as +0
+              4 meet: wait until every rank has told the same number, and compare the tags (device/calls.py). In the
+              interpreter, which runs programs one after the other, the only worker meets, before it sums
+              5 sum: wait until no element of a token's sums is +0 any more, subtract the sums in float32, in the order
+              of the ranks that the token went to, round, and reset the elements to +0
 Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token. +0, which fresh memory holds, means
               "not arrived"; a sum of +0 or -0 travels as -0.
               ll_combine_flag [2, W] int64: (epoch << 32 | tag) of each rank, by parity of the epoch.
+              ll_weights [2, W * M, K] int64: (epoch << 32 | bits of a float32), by parity of the epoch, source rank,
+              token.
               EPOCH_LL_COMBINE is a turn (device/low_latency.py), which the programs of both launches end.
-Memory order  None between 2 and 4: each element shows by itself that it has arrived, in whatever order elements come,
-              and a thread uses the very values that it has checked. No stored sum equals "not arrived", so no bit
-              pattern needs a separate marker. 1 releases and 3 acquires what Replay needs.
-Progress      1 and 2 wait for nobody. 3 and 4 wait for other ranks, and for programs of 2 of their own launch, which
-              have lower numbers and so have started before. At most as many programs wait as fit on half of the GPU
-              (triton_ep/ops/tuning.py), so the reduce of another layer fits next to them.
-Replay        A rank reduces for epoch n after its combine n - 1 has ended. For that, every rank had published its
-              number n - 1, each after its own combine n - 2, the last reader of the half that is now written. A
-              rank without tokens waits as well. Only sums are reset, each by the program that has read it.
-Two launches  If sending and receiving are separate, the same kernel is launched twice: `first_waiting` is the number of
-              programs of the first launch, and 0 in the second.
+              W ranks, M max_tokens.
+Memory order  None between 2 and 3 or 3 and 5: each word shows by itself that it has arrived, in whatever order words
+              come, and a thread uses the very values that it has checked. No stored sum equals "not arrived", and no
+              older word has the number, so no bit pattern needs a separate marker. 1 releases and 4 acquires what
+              Replay needs.
+Progress      1 and 2 wait for nobody, 3 and 4 for other ranks, 5 for other ranks and for 3 of all workers of this rank.
+              So all ranks get on if all workers run at the same time. They are at most as many as fit on half
+              of the GPU (triton_ep/ops/tuning.py), so those of another layer fit next to them.
+Replay        A rank stores for epoch n after its combine n - 1 has ended. For that, every rank had told its number
+              n - 1, each after its own combine n - 2, the last reader of the halves that are now written. A rank
+              without tokens waits as well. Only sums are reset, each by the worker that has read it.
+Two launches  If sending and receiving are separate, the same kernel is launched twice: first with 1 to 3, then with 4
+              and 5.
 """
 
 from typing import Any, NamedTuple
@@ -36,10 +43,12 @@ from ..device.buffers import (
     EPOCH_LL_COMBINE,
     LL_COMBINE,
     LL_COMBINE_FLAG,
+    LL_WEIGHTS,
     STATUS,
     TIMEOUT_US,
     buffer_ptrs,
     own_buffer,
+    table_ptrs,
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.job import Job, in_one_node, is_rank, state_at
@@ -49,7 +58,13 @@ from ..device.spin import now_ns, pause
 from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
-_TOLD = tl.constexpr(codes.LL_COUNT_SHIFT)
+_TOLD = tl.constexpr(codes.LL_CALL_SHIFT)
+_SENDS = tl.constexpr(codes.LL_SENDS)
+_RECEIVES = tl.constexpr(codes.LL_RECEIVES)
+_ROW_WEIGHTS = tl.constexpr(codes.LL_ROW_WEIGHTS)
+_TOKEN_WEIGHTS = tl.constexpr(codes.LL_TOKEN_WEIGHTS)
+_NUMBER = tl.constexpr(32)
+_BITS = tl.constexpr(0xFFFFFFFF)
 _POLLS_AWAKE = tl.constexpr(8)  # polls that `pause` counts as one, so that a program sleeps later
 _LOOKS = tl.constexpr(16)  # polls between two checks of the clock and the status record
 
@@ -59,15 +74,31 @@ class Outputs(NamedTuple):
 
     Attributes:
         y_ptr: [R, H].
-        weights_ptr: [R] float32; read if HAS_WEIGHTS.
+        weights_ptr: [R] float32 with LL_ROW_WEIGHTS, [T, K] with LL_TOKEN_WEIGHTS, else not read.
         copy_rows_ptr: [W * M, K] int32, from the expand kernel: rows of the assignments first, then -1.
-        HAS_WEIGHTS: multiply each row by its weight.
+        WEIGHTS: LL_*_WEIGHTS (device/codes.py); with weights, each row is multiplied by its own.
     """
 
     y_ptr: Any
     weights_ptr: Any
     copy_rows_ptr: Any
-    HAS_WEIGHTS: tl.constexpr
+    WEIGHTS: tl.constexpr
+
+
+class Launch(NamedTuple):
+    """Programs of a launch: those that tell and push weights come first.
+
+    Attributes:
+        senders: their number.
+        halves: LL_SENDS | LL_RECEIVES (device/codes.py): what the workers do.
+        others: programs of the call, in both launches, but one.
+        SHARE: tokens of which a messenger sends the weights.
+    """
+
+    senders: Any
+    halves: Any
+    others: Any
+    SHARE: tl.constexpr
 
 
 class SumTile(NamedTuple):
@@ -99,30 +130,88 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _add_copy(acc, outputs, copy, column, in_row, hidden):
-    """Add columns `column` of rows `copy` [ROWS] of y, times their weights, to `acc`; negative = no row."""
+def _push_weights(job, epoch, share, outputs, results, choices, SHARE: tl.constexpr):
+    """Store the weights of tokens share * SHARE to (share + 1) * SHARE - 1 at the ranks that own the experts."""
+    healthy = tl.load(state_at(job, STATUS)) == 0
+    ks = tl.arange(0, choices.KP)
+    token = share * SHARE + tl.arange(0, SHARE)
+    mine = (token < results.num_tokens)[:, None] & (ks < choices.TOPK)[None, :]
+    entry = token[:, None] * choices.TOPK + ks[None, :]
+    weights = tl.load(outputs.weights_ptr + entry, mask=mine, other=0.0)
+    owner = owners(tl.load(results.kept_idx_ptr + entry, mask=mine, other=-1), job.experts_per_rank)
+    same = (owner[:, :, None] == owner[:, None, :]) & (ks[None, :] < ks[:, None])[None, :, :]
+    position = tl.sum(same.to(tl.int32), axis=2)  # how many weights of the token precede it at that rank
+    sent = (owner >= 0) & healthy
+    dest = tl.load(table_ptrs(job, LL_WEIGHTS, owner), mask=sent, other=0).to(tl.pointer_type(tl.int64))
+    dest += ((first_of_half(job, epoch) + job.rank) * job.max_tokens + token)[:, None] * choices.TOPK + position
+    bits = weights.to(tl.int32, bitcast=True).to(tl.int64) & _BITS
+    tl.store(dest, epoch << _NUMBER | bits, mask=sent)
+
+
+@triton.jit
+def _lacking(words, wanted, epoch):
+    """Mask of the wanted words that are not of this combine."""
+    return wanted & ((words >> _NUMBER).to(tl.int32) != epoch.to(tl.int32))
+
+
+@triton.jit
+def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: tl.constexpr):
+    """Bits of the float32 weights of staging rows `arrival` [ROWS], [ROWS, KP] int32, and whether all came in time.
+
+    source: [ROWS] ranks that they come from. copy_ptrs: [ROWS], first assignment of each row.
+    """
+    ks = tl.arange(0, choices.KP)[None, :]
+    inside = alive[:, None] & (ks < choices.TOPK)
+    words_ptr = own_buffer(job, LL_WEIGHTS, tl.int64)
+    ptrs = words_ptr + (first_of_half(job, epoch) * job.max_tokens + arrival)[:, None] * choices.TOPK + ks
+    # In flight while the row numbers are.
+    words = tl.load(ptrs, mask=inside, other=0, volatile=True)
+    wanted = tl.load(copy_ptrs[:, None] + ks, mask=inside, other=-1) != -1
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
+    start = now_ns()
+    polls = 0
+    late = tl.max(tl.max(_lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
+    while late == 1:
+        pause(polls // _POLLS_AWAKE)
+        polls += 1
+        given_up = 0
+        if polls % _LOOKS == 0:
+            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
+            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
+        words = tl.load(ptrs, mask=inside, other=0, volatile=True)
+        lacking = _lacking(words, wanted, epoch)
+        late = tl.max(tl.max(tl.where(lacking, 1 + given_up, 0), axis=1), axis=0)
+    if late > 1:
+        peers = tl.arange(0, WP)[None, :]
+        lacks = tl.max(_lacking(words, wanted, epoch).to(tl.int32), axis=1)[:, None] > 0
+        of_peer = lacks & (source[:, None] == peers)
+        _report_late(job, epoch, tl.max(of_peer.to(tl.int32), axis=0) > 0, WP)
+    return words.to(tl.int32), late == 0
+
+
+@triton.jit
+def _load_copy(outputs, copy, column, in_row, hidden):
+    """Columns `column` of rows `copy` [ROWS] of y; negative = no row."""
     rows = outputs.y_ptr + copy.to(tl.int64)[:, None] * hidden + column
-    value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-    if outputs.HAS_WEIGHTS:
+    return tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0)
+
+
+@triton.jit
+def _weighted(value, outputs, copy, bits, k, WEIGHTS: tl.constexpr):
+    """Float32 rows `value` of assignment `k`, times their weights; bits: [ROWS, KP] of `_await_weights`."""
+    value = value.to(tl.float32)
+    if WEIGHTS == _ROW_WEIGHTS:
         value *= tl.load(outputs.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
-    return acc + value
+    elif WEIGHTS == _TOKEN_WEIGHTS:
+        here = tl.arange(0, bits.shape[1])[None, :] == k
+        value *= tl.sum(tl.where(here, bits, 0), axis=1).to(tl.float32, bitcast=True)[:, None]
+    return value
 
 
 @triton.jit
-def _sum_copies(outputs, copies, column, in_row, hidden, TOPK: tl.constexpr):
-    """Float32 sum [ROWS, BLOCK_H] of the rows `copies` of y, a tuple of [ROWS] row numbers; negative = no row."""
-    acc = tl.zeros([copies[0].shape[0], column.shape[1]], tl.float32)
-    for first in tl.static_range(0, TOPK, 2):  # two loads in flight at a time; few rows have more assignments
-        if (first == 0) or (tl.max((copies[first] != -1).to(tl.int32)) > 0):
-            acc = _add_copy(acc, outputs, copies[first], column, in_row, hidden)
-            if first + 1 < TOPK:
-                acc = _add_copy(acc, outputs, copies[first + 1], column, in_row, hidden)
-    return acc
-
-
-@triton.jit
-def _tell(job, epoch, tag, healthy, WP: tl.constexpr):
+def _tell(job, epoch, tag, WP: tl.constexpr):
     """Publish to every rank that this rank is in combine `epoch`, with this tag."""
+    healthy = tl.load(state_at(job, STATUS)) == 0
     peers = tl.arange(0, WP)
     told = is_rank(job, peers) & healthy
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, told, tl.int64) + first_of_half(job, epoch) + job.rank
@@ -130,36 +219,63 @@ def _tell(job, epoch, tag, healthy, WP: tl.constexpr):
 
 
 @triton.jit
-def _reduce(job, epoch, outputs, hidden, TOPK: tl.constexpr, tile):
-    """Sum one tile of the outputs of some staging rows, and store it at the ranks of their tokens."""
-    # After a failure store nothing; an early return instead would make every load wait for this one.
-    healthy = tl.load(state_at(job, STATUS)) == 0
-    piece = tl.program_id(0) % tile.TILES
-    num_items = job.num_ranks * job.max_tokens
-    item = tl.program_id(0) // tile.TILES + tl.arange(0, tile.ROWS) * tl.cdiv(num_items, tile.ROWS)
-    alive = item < num_items
+def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP: tl.constexpr, tile):
+    """Sum tile `piece` of the outputs of staging rows `item` [ROWS], and store it at the ranks of their tokens."""
+    alive = item < job.num_ranks * job.max_tokens
     # Neighbouring items go to different ranks, and each rank begins with a different one.
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
     source = tl.where(is_rank(job, source), source, source - job.num_ranks)
-    copy_ptrs = outputs.copy_rows_ptr + (source * job.max_tokens + token) * TOPK
+    arrival = tl.where(alive, source * job.max_tokens + token, 0)
+    copy_ptrs = outputs.copy_rows_ptr + arrival * choices.TOPK
     # Load all row numbers at once; one after the other they would be a chain of loads.
-    copies = ()
-    for k in tl.static_range(TOPK):
+    copies: Any = ()
+    for k in tl.static_range(choices.TOPK):
         copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     column = (piece * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
     in_row = column < hidden
+    # Two loads in flight at a time, the first two while weights are awaited. Few rows have more assignments.
+    value = _load_copy(outputs, copies[0], column, in_row, hidden)
+    second = value
+    if choices.TOPK > 1:
+        second = _load_copy(outputs, copies[1], column, in_row, hidden)
+    bits = copies[0][:, None]
+    if outputs.WEIGHTS == _TOKEN_WEIGHTS:
+        bits, in_time = _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP)
+        came &= in_time
+    acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
+    acc += _weighted(value, outputs, copies[0], bits, 0, outputs.WEIGHTS)
+    if choices.TOPK > 1:
+        acc += _weighted(second, outputs, copies[1], bits, 1, outputs.WEIGHTS)
+    for k in tl.static_range(2, choices.TOPK, 2):
+        if tl.max((copies[k] != -1).to(tl.int32)) > 0:
+            value = _load_copy(outputs, copies[k], column, in_row, hidden)
+            acc += _weighted(value, outputs, copies[k], bits, k, outputs.WEIGHTS)
+            if k + 1 < choices.TOPK:
+                second = _load_copy(outputs, copies[k + 1], column, in_row, hidden)
+                acc += _weighted(second, outputs, copies[k + 1], bits, k + 1, outputs.WEIGHTS)
     ELEMENT: tl.constexpr = outputs.y_ptr.dtype.element_ty
     BITS: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16
     SIGN: tl.constexpr = -(1 << (ELEMENT.primitive_bitwidth - 1))
     dest = buffer_ptrs(job, LL_COMBINE, source, came, BITS)
     dest += ((first_of_half(job, epoch) + job.rank) * job.max_tokens + token).to(tl.int64) * hidden
-    acc = _sum_copies(outputs, copies, column, in_row, hidden, TOPK)
     sign = tl.full(acc.shape, SIGN, BITS)
     bits = acc.to(ELEMENT).to(BITS, bitcast=True) ^ sign
     bits = tl.where(bits == 0, sign, bits)
     tl.store(dest[:, None] + column, bits, mask=(came & healthy)[:, None] & in_row)
+
+
+@triton.jit
+def _reduce(job, epoch, worker, workers, outputs, hidden, choices, WP: tl.constexpr, tile):
+    """Sum the outputs of staging rows, items `worker`, `worker + workers`, ...; an item is ROWS rows and a tile."""
+    # After a failure store nothing; an early return instead would make every load wait for this one.
+    healthy = tl.load(state_at(job, STATUS)) == 0
+    groups = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS)
+    for number in range(worker, groups * tile.TILES, workers):
+        # The rows of a group lie far apart, so that groups are alike if there are few tokens.
+        item = number // tile.TILES + tl.arange(0, tile.ROWS) * groups
+        _reduce_item(job, epoch, healthy, item, number % tile.TILES, outputs, hidden, choices, WP, tile)
 
 
 @triton.jit
@@ -198,6 +314,18 @@ def _missing(words, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _report_late(job, epoch, late, WP: tl.constexpr):
+    """Write the status record for words of the ranks in the mask `late` [WP] that did not arrive."""
+    peers = tl.arange(0, WP)
+    first = first_of_half(job, epoch)
+    expected = epoch << _TOLD
+    told = tl.load(own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers, mask=late, other=0)
+    # A rank that has published its number, but whose words are missing, counts as one call behind.
+    told = tl.where(late, tl.minimum(told, expected - 1), expected)
+    report_expiry(job, told, expected, first, WAIT_LL_PARTIALS)
+
+
+@triton.jit
 def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constexpr, PACKED: tl.constexpr):
     """Write the status record for sums that did not arrive; arguments as in `_await_sums`."""
     peers = tl.arange(0, WP)
@@ -208,12 +336,7 @@ def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constex
         words = tl.load(sums_ptrs + peer * stride + offs, mask=here, other=-1, volatile=True)
         missing = tl.max(tl.max(_missing(words, PACKED).to(tl.int32), axis=1), axis=0)
         late |= (peers == peer) & (missing > 0)
-    first = first_of_half(job, epoch)
-    expected = epoch << _TOLD
-    told = tl.load(own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers, mask=late, other=0)
-    # A rank that has published its number, but whose sums are missing, counts as one call behind.
-    told = tl.where(late, tl.minimum(told, expected - 1), expected)
-    report_expiry(job, told, expected, first, WAIT_LL_PARTIALS)
+    _report_late(job, epoch, late, WP)
 
 
 @triton.jit
@@ -259,8 +382,8 @@ def _await_sums(
 
 
 @triton.jit
-def _sum(job, epoch, number, step, results, hidden, ROWS: tl.constexpr, choices, WP: tl.constexpr, sum_tile):
-    """Sum items `number`, `number + step`, ...; an item is a tile of tokens and a part of their rows."""
+def _sum(job, epoch, worker, workers, results, hidden, ROWS: tl.constexpr, choices, WP: tl.constexpr, sum_tile):
+    """Sum items `worker`, `worker + workers`, ...; an item is a tile of tokens and a part of their rows."""
     ELEMENT: tl.constexpr = results.out_ptr.dtype.element_ty
     IN_WORD: tl.constexpr = 2 if sum_tile.PACKED else 1
     WORD: tl.constexpr = tl.int16 if IN_WORD == 1 and ELEMENT.primitive_bitwidth == 16 else tl.int32
@@ -268,7 +391,7 @@ def _sum(job, epoch, number, step, results, hidden, ROWS: tl.constexpr, choices,
     sums_ptr = own_buffer(job, LL_COMBINE, WORD) + (first_of_half(job, epoch) * job.max_tokens).to(tl.int64) * row_words
     stride = job.max_tokens.to(tl.int64) * row_words
     ks = tl.arange(0, choices.KP)[None, :]
-    for item in range(number, tl.cdiv(results.num_tokens, ROWS) * sum_tile.PARTS, step):
+    for item in range(worker, tl.cdiv(results.num_tokens, ROWS) * sum_tile.PARTS, workers):
         token = item // sum_tile.PARTS * ROWS + tl.arange(0, ROWS)
         alive = token < results.num_tokens
         ids = tl.load(
@@ -311,7 +434,7 @@ def low_latency_combine_kernel(
     combine: Combine,
     job: Job,
     hidden,
-    first_waiting,  # number of programs of this launch that reduce; they come first
+    launch: Launch,
     choices: Choices,
     WP: tl.constexpr,
     tile: RowTile,
@@ -320,17 +443,22 @@ def low_latency_combine_kernel(
     job = in_one_node(job)
     turn_ptr = state_at(job, EPOCH_LL_COMBINE)
     epoch = turn_of(turn_ptr)
-    number = tl.program_id(0) - first_waiting
-    if number < 0:
-        if tl.program_id(0) == 0:
-            healthy = tl.load(state_at(job, STATUS)) == 0
-            _tell(job, epoch, combine_tag(job, combine), healthy, WP)
-        _reduce(job, epoch, outputs, hidden, choices.TOPK, tile)
-    else:
+    sends, receives = (launch.halves & _SENDS) > 0, (launch.halves & _RECEIVES) > 0
+    number = tl.program_id(0)
+    worker, last = number - launch.senders, tl.num_programs(0) - launch.senders - 1
+    # The last one only meets, unless it is the only one.
+    workers = tl.maximum(last, 1)
+    works = worker < workers
+    if number < launch.senders:
         if number == 0:
+            _tell(job, epoch, combine_tag(job, combine), WP)
+        elif outputs.WEIGHTS == _TOKEN_WEIGHTS:
+            _push_weights(job, epoch, number - 1, outputs, results, choices, launch.SHARE)
+    else:
+        if sends & works:
+            _reduce(job, epoch, worker, workers, outputs, hidden, choices, WP, tile)
+        if receives & (worker == last):
             _meet(job, epoch, combine_tag(job, combine), WP)
-        else:
-            step = tl.num_programs(0) - first_waiting - 1
-            _sum(job, epoch, number - 1, step, results, hidden, tile.ROWS, choices, WP, sum_tile)
-    others = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES + tl.num_programs(0) - first_waiting - 1
-    end_turn(turn_ptr, number == 0, others)
+        if receives & works:
+            _sum(job, epoch, worker, workers, results, hidden, tile.ROWS, choices, WP, sum_tile)
+    end_turn(turn_ptr, receives & (worker == last), launch.others)

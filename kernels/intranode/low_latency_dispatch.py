@@ -1,31 +1,35 @@
-"""Low-latency dispatch of few tokens inside a node: two launches, and nothing is counted before rows are sent.
+"""Low-latency dispatch of few tokens inside a node, in one launch: nothing is counted before rows are sent, and rows
+are laid out while others are still on their way.
 
-Protocol      1 push, one program per token: store the token's keys, -1 where the expert is elsewhere, and its weights
-              at every rank. Store its row once at each rank that owns one of its experts, in a staging row reserved
-              for this token. A key is (local expert << 16 | slot). The slot is the number of earlier entries of this
-              rank for that expert; each program counts it for its own token. The program with the expert's last entry
-              stores the total at the expert's owner
-              2 push: every program adds to ll_flag of every rank; together they add max_tokens
-              3 expand: wait until the flags of all ranks have their counts, and compare the host words: if ranks
-              are in different calls, copy nothing (device/calls.py). Derive from the totals of all sources where each
-              source's rows of each expert begin; that plus the slot is the output row. Copy rows, store their output
-              rows (for combine), zero the padding. With slabs, expert i's rows begin at i * slab_rows, nothing is
-              zeroed, and scales go to [e, scale_words, slab_rows], rows as the fast dimension
+Protocol      Program 0 tells, the next programs push, one per token. The last program records. The others are workers;
+              each lays out a share of the staging rows.
+              1 tell: count the entries of each expert, store the totals at the experts' owners, then publish the number
+              of this dispatch, the host word and the number of tokens to every rank, in ll_flag
+              2 push: store the token's keys, -1 where the expert is elsewhere, and its weights at every rank. Store its
+              row once at each rank that owns one of its experts, in a staging row reserved for this token. Then raise
+              the flag of that staging row at every rank. A key is (local expert << 16 | slot). The slot is the number
+              of earlier entries of this rank for that expert; each program counts it for its own token
+              3 expand: wait until every rank has told, and compare the host words: if ranks are in different calls,
+              copy nothing (device/calls.py). Derive from the totals of all sources where each source's rows of each
+              expert begin; that plus the slot is the output row. For each staging row, wait for its flag, copy the row,
+              store its output rows (for combine). Zero the padding. With slabs, expert i's rows begin at i * slab_rows,
+              nothing is zeroed, and scales go to [e, scale_words, slab_rows], rows as the fast dimension
+              4 record: wait until every rank has told, as in 3, and write `placement`
 Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], staging row = source rank * M + token;
-              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
-              (epoch << 16 | total), so a word of an older epoch counts as 0 and nothing needs clearing;
-              ll_flag [2, W] int64: programs, host word and tokens (device/codes.py, LL_WORD_SHIFT). Each half gets
-              max_tokens programs every second call, and the program of token 0 replaces the lower bits: it adds what
-              it publishes now minus what it published last (LL_TOLD). The first dimension of all of them is the parity
-              of the epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
-Memory order  All stores of a program precede a block barrier and its release adds, at system scope. The adds to a
-              flag form one release sequence, so 3, which acquires their total, sees the stores of all programs.
-Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks; its own rank's push is launched before it.
-Replay        The epoch lives on the device, in two words: push reads the first and writes the second, expand the
-              other way round, so no program reads a word that another program of its launch writes.
-              Two halves suffice. A rank that pushes epoch n has ended its expand of n - 1. For that, every rank had
-              set its flag n - 1, each after its own expand of n - 2, the last reader of the half that is now written.
-              This holds for ll_flag, too: its low bits are those of one epoch.
+              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int32;
+              ll_flag [2, W] int64: number of the dispatch, host word and tokens (device/codes.py, LL_WORD_SHIFT);
+              ll_row_flag [2, W * M] int64: number of the dispatch. The first dimension of all of them is the parity of
+              that number. W ranks, M max_tokens, e experts per rank, KP top-k and EP e rounded up to powers of two.
+              EPOCH_LL_DISPATCH is a turn (device/low_latency.py), which the programs of both launches end.
+Memory order  The totals precede the release of ll_flag; the stores of a token's program precede the release of its row
+              flags. 3 and 4 acquire both.
+Progress      1 and 2 wait for nobody. 3 and 4 wait for 1 and 2 of all ranks; those of their own launch have lower
+              numbers and so have started before. The programs that wait are at most as many as fit on half of the GPU
+              (triton_ep/ops/tuning.py), so 1 and 2 of another layer fit next to them.
+Replay        A rank stores for epoch n after its dispatch n - 1 has ended. For that, every rank had told n - 1, each
+              after its own dispatch n - 2, the last reader of the halves that are now written.
+Two launches  If sending and receiving are separate, the same kernel is launched twice: first with 1 and 2, then with 3
+              and 4.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +41,10 @@ from ..device import codes
 from ..device.buffers import (
     EPOCH_LL_DISPATCH,
     LL_COUNTS,
-    LL_DISPATCH_SENT,
     LL_FLAG,
     LL_META,
+    LL_ROW_FLAG,
     LL_STAGE_X,
-    LL_TOLD,
     STATUS,
     buffer_ptrs,
     count_overflow,
@@ -49,15 +52,12 @@ from ..device.buffers import (
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
 from ..device.job import Job, in_one_node, is_local_expert, is_rank, num_experts, state_at
-from ..device.low_latency import first_of_half, owners, quotient, rank_bits, release_counts
+from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_bits, turn_of
 from ..device.payload import (
     MX,
     WORDS,
     Choices,
-    Output,
     RowTile,
-    Source,
-    Weights,
     load_payload,
     load_row_tile,
     staged_rows,
@@ -76,38 +76,45 @@ from ..device.tables import (
     overflow_of,
     report_ptrs,
 )
-from ..device.waits import WAIT_LL_ROWS, wait_values
+from ..device.waits import WAIT_LL_ROWS, release_flags, wait_flags, wait_values
 from ..spec import ep_kernel
 
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
-_ONE_ABOVE = tl.constexpr(1 << 16)
 _REST = tl.constexpr(64)
 _BYTES_PER_SCALE_WORD = tl.constexpr(128)  # a byte of scales per 32 bytes of data
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
-_COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
+_CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
 
 
-@triton.jit
-def _kept(ids, num_experts):
-    """Expert ids as int32; -1 for ids that name no expert."""
-    return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
+class Tokens(NamedTuple):
+    """Tokens of this rank.
 
-
-@triton.jit
-def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.constexpr):
-    """Entries for the experts `mine` [KP] of one token: how many precede the token's own entry, and how many in all.
-
-    first: index of the token's first entry.
+    Attributes:
+        x_ptr: [T, x_words] words; with QUANTISE elements.
+        scale_ptr: [T, row bytes / 32] uint8; read if PAYLOAD is MX.
+        topk_idx_ptr: [T, K] expert ids.
+        weights_ptr: [T, K] float32; read if HAS_WEIGHTS.
+        kept_idx_ptr: out [T, K] int32, -1 = dropped.
+        num_tokens: T.
+        host_word: HOST_* of the call (device/codes.py).
+        x_words: words of a row.
+        PAYLOAD: WORDS, QUANTISE or MX.
+        PUSH_TILES: tiles in which a program pushes its row.
+        PUSH_BLOCK: words of a tile.
     """
-    position = first + tl.arange(0, mine.shape[0])
-    packed = tl.zeros([mine.shape[0]], tl.int32)
-    for start in range(0, num_entries, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        other = _kept(tl.load(topk_idx_ptr + n, mask=n < num_entries, other=-1), num_experts)
-        earlier = (n[None, :] < position[:, None]).to(tl.int32)
-        packed += tl.sum(tl.where(other[None, :] == mine[:, None], earlier + _ONE_ABOVE, 0), axis=1)
-    return packed & _SLOT_MASK, packed >> _SLOT_BITS
+
+    x_ptr: Any
+    scale_ptr: Any
+    topk_idx_ptr: Any
+    weights_ptr: Any
+    kept_idx_ptr: Any
+    num_tokens: Any
+    host_word: Any
+    x_words: Any
+    PAYLOAD: tl.constexpr
+    PUSH_TILES: tl.constexpr
+    PUSH_BLOCK: tl.constexpr
 
 
 class Sizes(NamedTuple):
@@ -123,16 +130,36 @@ class Sizes(NamedTuple):
     BLOCK_N: tl.constexpr
 
 
-class PushTile(NamedTuple):
-    """Tiles in which a program pushes its one token.
+class Received(NamedTuple):
+    """Rows of this rank's experts, all out.
 
     Attributes:
-        TILES: tiles of a row.
-        BLOCK_H: words of a tile.
+        recv_x_ptr: [R, row_words] words.
+        recv_scale_ptr: [R, row bytes / 32] uint8, or in slabs; written if rows have scales.
+        recv_weights_ptr: [R] float32; written if the call has weights.
+        copy_rows_ptr: [W * M, K] int32, output rows of each staging row, -2 = beyond the capacity; then -1.
+        placement_ptr: int32 (device/tables.py), up to the number of the dispatch.
+        row_words: words of a row.
     """
 
-    TILES: tl.constexpr
-    BLOCK_H: tl.constexpr
+    recv_x_ptr: Any
+    recv_scale_ptr: Any
+    recv_weights_ptr: Any
+    copy_rows_ptr: Any
+    placement_ptr: Any
+    row_words: Any
+
+
+class Launch(NamedTuple):
+    """Programs of a launch: those that send come first.
+
+    Attributes:
+        senders: programs that tell and push; if there are more, the others receive.
+        others: programs of the call, in both launches, but one.
+    """
+
+    senders: Any
+    others: Any
 
 
 class Segments(NamedTuple):
@@ -168,21 +195,70 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def _load_tile(source, token, num_tokens, t, BLOCK_H: tl.constexpr):
-    """Tile `t` of the row of a token, [1, BLOCK_H]."""
-    row = tl.arange(0, 1) + token
-    row_ptrs = source.x_ptr + row.to(tl.int64) * source.row_words
-    return load_row_tile(row_ptrs, row < num_tokens, t * BLOCK_H, source.row_words, BLOCK_H)
+def _kept(ids, num_experts):
+    """Expert ids as int32; -1 for ids that name no expert."""
+    return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 
 
 @triton.jit
-def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, WP: tl.constexpr):
-    """Store tile `t` of a token's row, `data_tile`, at every rank that owns one of its experts `mine`."""
-    BLOCK_H: tl.constexpr = data_tile.shape[1]
-    h = t * BLOCK_H
-    wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
+def _kept_of(job, tokens, first, end, BLOCK: tl.constexpr):
+    """Kept ids of the entries from `first` on, before `end`: [BLOCK]."""
+    n = first + tl.arange(0, BLOCK)
+    return _kept(tl.load(tokens.topk_idx_ptr + n, mask=n < end, other=-1), num_experts(job))
+
+
+@triton.jit
+def _tell(job, epoch, tokens, choices, sizes):
+    """Store the totals of this rank's entries at the experts' owners, and publish this dispatch to every rank."""
+    healthy = tl.load(state_at(job, STATUS)) == 0
+    num_entries = tokens.num_tokens * choices.TOPK
+    totals = tl.zeros([sizes.WP * sizes.EP], tl.int32)  # by owner and local expert
+    for first in range(0, num_entries, sizes.BLOCK_N):
+        kept = _kept_of(job, tokens, first, num_entries, sizes.BLOCK_N)
+        owner = tl.maximum(owners(kept, job.experts_per_rank), 0)
+        place = owner * sizes.EP + kept - owner * job.experts_per_rank
+        totals += tl.histogram(tl.maximum(place, 0), sizes.WP * sizes.EP, mask=kept >= 0)
+    peers, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
+    sender = first_of_half(job, epoch) + job.rank
+    told = is_rank(job, peers) & healthy
+    counts_ptrs = buffer_ptrs(job, LL_COUNTS, peers, told, tl.int32) + sender * sizes.EP
+    mask = told[:, None] & is_local_expert(job, local)[None, :]
+    tl.store(counts_ptrs[:, None] + local[None, :], tl.reshape(totals, [sizes.WP, sizes.EP]), mask=mask)
+    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, told, tl.int64) + sender
+    word = (tokens.host_word << _WORD_SHIFT) + tokens.num_tokens
+    release_flags(flag_ptrs, told, tl.zeros([sizes.WP], tl.int64) + ((epoch << _CALL_SHIFT) + word))
+
+
+@triton.jit
+def _slots(job, tokens, mine, first, choices, BLOCK_N: tl.constexpr):
+    """How many entries for the experts `mine` [KP] of one token precede the token's own; first: its first entry."""
+    position = first + tl.arange(0, choices.KP)
+    earlier = tl.zeros([choices.KP], tl.int32)
+    end = first + choices.TOPK
+    for start in range(0, end, BLOCK_N):
+        other = _kept_of(job, tokens, start, end, BLOCK_N)
+        n = start + tl.arange(0, BLOCK_N)
+        precedes = (n[None, :] < position[:, None]) & (other[None, :] == mine[:, None])
+        earlier += tl.sum(precedes.to(tl.int32), axis=1)
+    return earlier
+
+
+@triton.jit
+def _load_tile(tokens, token, t):
+    """Tile `t` of the row of a token, [1, PUSH_BLOCK]."""
     row = tl.arange(0, 1) + token
-    scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+    row_ptrs = tokens.x_ptr + row.to(tl.int64) * tokens.x_words
+    return load_row_tile(row_ptrs, row < tokens.num_tokens, t * tokens.PUSH_BLOCK, tokens.x_words, tokens.PUSH_BLOCK)
+
+
+@triton.jit
+def _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, t, WP: tl.constexpr):
+    """Store tile `t` of a token's row, `data_tile`, at every rank that owns one of its experts `mine`."""
+    BLOCK_H: tl.constexpr = tokens.PUSH_BLOCK
+    h = t * BLOCK_H
+    wire = wire_of(tokens.x_words, tokens.x_ptr.dtype.element_ty, tokens.PAYLOAD)
+    row = tl.arange(0, 1) + token
+    scale_ptrs = tokens.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
     # Ranks and tokens begin with different destinations, so that they do not all start on the same link.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = first_rank + tl.arange(0, WP)
@@ -191,101 +267,61 @@ def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 
     goes_there = healthy & is_rank(job, tl.arange(0, WP)) & (((bits >> dest_rank) & 1) > 0)
     arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
     offs = tl.arange(0, BLOCK_H)[None, :]
-    data, scales = wire_tile(data_tile, scale_ptrs, row < num_tokens, h, source.row_words, source.PAYLOAD)
+    alive = row < tokens.num_tokens
+    data, scales = wire_tile(data_tile, scale_ptrs, alive, h, tokens.x_words, tokens.PAYLOAD)
     dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
     dest += arrival.to(tl.int64) * wire.stride
     data = tl.broadcast_to(data, [WP, BLOCK_H])
-    tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < source.row_words))
-    if source.PAYLOAD != WORDS:
+    tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < tokens.x_words))
+    if tokens.PAYLOAD != WORDS:
         dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
         dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
         scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
-        store_scales(dest, goes_there, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
+        store_scales(dest, goes_there, scales, h, tokens.x_words, data.dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
-def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes):
-    """Store the keys and weights of a token at all ranks, and the totals of experts whose last entry is the token's at
-    their owners."""
+def _push_keys(job, epoch, healthy, token, mine, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
+    """Store the keys and weights of a token at all ranks."""
     ks = tl.arange(0, choices.KP)
-    alive = token < num_tokens
-    entry = alive & (ks < choices.TOPK)
     owner = owners(mine, job.experts_per_rank)
-    sender = first_of_half(job, epoch) + job.rank
-    arrival = sender * job.max_tokens + token
-    slot, total = _slots(
-        topk_idx_ptr, mine, token * choices.TOPK, num_tokens * choices.TOPK, num_experts(job), sizes.BLOCK_N
-    )
+    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
+    slot = _slots(job, tokens, mine, token * choices.TOPK, choices, sizes.BLOCK_N)
     local = mine - owner * job.experts_per_rank
     peers = tl.arange(0, sizes.WP)
-    to_all = alive & is_rank(job, peers) & healthy
+    to_all = is_rank(job, peers) & healthy
     meta = (arrival * (2 * choices.KP) + ks)[None, :]
     dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
     keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
     tl.store(dest, keys, mask=to_all[:, None])
-    if routed.HAS_WEIGHTS:
-        weights = tl.load(routed.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
+    if HAS_WEIGHTS:
+        entry = ks < choices.TOPK
+        weights = tl.load(tokens.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
         dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + choices.KP
         tl.store(dest, tl.broadcast_to(weights[None, :], [sizes.WP, choices.KP]), mask=to_all[:, None])
-    is_last = (mine >= 0) & (slot + 1 == total) & healthy
-    counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
-    tl.store(counts_ptrs + sender * sizes.EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
 
 
-@ep_kernel(
-    x_ptr="*{WORD}",
-    scale_ptr="*u8",
-    topk_idx_ptr="*{IDX}",
-    weights_ptr="*fp32",
-    kept_idx_ptr="*i32",
-    specialised=("row_words",),
-    num_warps=8,
-)
-def low_latency_push_kernel(
-    source: Source,
-    topk_idx_ptr,  # [T, K] expert ids
-    routed: Weights,  # [T, K]
-    kept_idx_ptr,  # out [T, K] int32, -1 = dropped
-    job: Job,
-    num_tokens,
-    host_word,
-    choices: Choices,
-    sizes: Sizes,
-    tile: PushTile,
-):
-    job = in_one_node(job)
+@triton.jit
+def _push(job, epoch, token, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
+    """Send one token, and raise the flags of its staging rows."""
     # After a failure store nothing; an early return instead would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
-    epoch = tl.load(state_at(job, EPOCH_LL_DISPATCH)) + 1
-    token = tl.program_id(0)
-    alive = token < num_tokens
-    entry = alive & (tl.arange(0, choices.KP) < choices.TOPK)
-    ids = tl.load(topk_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP), mask=entry, other=-1)
-    mine = _kept(ids, num_experts(job))
-    data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
-    _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
+    entry = tl.arange(0, choices.KP) < choices.TOPK
+    ids_ptrs = tokens.topk_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
+    mine = _kept(tl.load(ids_ptrs, mask=entry, other=-1), num_experts(job))
+    data_tile = _load_tile(tokens, token, 0)
+    _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, 0, sizes.WP)
     # Compute and store the keys while the stores of the first tile are in flight.
-    _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
-    for t in tl.static_range(1, tile.TILES):
-        data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
-        _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
-
-    kept_ptrs = kept_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
+    _push_keys(job, epoch, healthy, token, mine, tokens, HAS_WEIGHTS, choices, sizes)
+    for t in tl.static_range(1, tokens.PUSH_TILES):
+        _push_tile(job, epoch, healthy, token, mine, tokens, _load_tile(tokens, token, t), t, sizes.WP)
+    kept_ptrs = tokens.kept_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
     tl.store(kept_ptrs, mine, mask=entry)
-    # Program 0 also adds the counts of absent tokens (T < max_tokens) and publishes the per-call word.
-    is_first = tl.program_id(0) == 0
-    told_ptr = state_at(job, LL_TOLD) + (epoch & 1)
-    telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
-    told = tl.load(told_ptr, mask=is_first, other=telling)
-    absent = job.max_tokens - tl.maximum(num_tokens, 1)
-    count = tl.where(is_first, absent + 1, 1).to(tl.int64)
     peers = tl.arange(0, sizes.WP)
-    in_group = is_rank(job, peers) & healthy
-    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + first_of_half(job, epoch) + job.rank
-    tl.store(told_ptr, telling, mask=is_first & healthy)
-    tl.store(state_at(job, LL_DISPATCH_SENT), epoch, mask=is_first & healthy)
-    added = tl.where(is_first, telling - told, 0) + (count << _COUNT_SHIFT)
-    release_counts(flag_ptrs, in_group, tl.zeros([sizes.WP], tl.int64) + added)
+    raised = is_rank(job, peers) & healthy
+    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
+    flag_ptrs = buffer_ptrs(job, LL_ROW_FLAG, peers, raised, tl.int64) + arrival
+    release_flags(flag_ptrs, raised, tl.zeros([sizes.WP], tl.int64) + (epoch << _CALL_SHIFT))
 
 
 @triton.jit
@@ -310,18 +346,15 @@ def _scale_columns(h, words):
 
 
 @triton.jit
-def _store_slab_scales(out, copy, words, scales, h, segments):
-    """Store the words of scales of a tile to the slabs.
+def _slab_scales(key, copy, segments):
+    """Where the words of scales of the assignments [ROWS, KP] begin in the slabs, int64; key, copy: their keys and
+    output rows.
 
-    Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x goes to word
+    Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x is word
     (x * 56 + c) * slab_rows + i.
     """
-    column = _scale_columns(h, words)
-    expert = copy // segments.slab_rows
-    first = copy.to(tl.int64) + expert.to(tl.int64) * (segments.scale_words - 1) * segments.slab_rows
-    dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + first[:, None]
-    kept = (copy >= 0)[:, None] & (column < segments.scale_words)[None, :]
-    tl.store(dest + column[None, :].to(tl.int64) * segments.slab_rows, scales, mask=kept)
+    expert = (key >> _SLOT_BITS).to(tl.int64)
+    return copy + expert * (segments.scale_words - 1) * segments.slab_rows
 
 
 @triton.jit
@@ -331,6 +364,7 @@ def _store_copies(
     scales,
     h,
     copies,  # tuple of [ROWS] output rows of each staging row, negative = none
+    firsts,  # tuple of [ROWS] of `_slab_scales`; read with scales and SLABS
     segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
@@ -344,7 +378,10 @@ def _store_copies(
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if HAS_SCALES and segments.SLABS:
-                _store_slab_scales(out, copy, words, scales, h, segments)
+                column = _scale_columns(h, words)
+                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + firsts[k][:, None]
+                dest += (column.to(tl.int64) * segments.slab_rows)[None, :]
+                tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
             elif HAS_SCALES:
                 dest = out.recv_scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                 store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
@@ -352,6 +389,8 @@ def _store_copies(
 
 @triton.jit
 def _zero_rest(
+    worker,
+    workers,
     out,
     total,  # [EP] rows of each local expert
     padded,  # [EP] the same, rounded up
@@ -364,13 +403,12 @@ def _zero_rest(
     padding = padded - total
     before = (tl.cumsum(padding, axis=0) - padding)[None, :]
     num_padding = tl.sum(padding)
-    step = tl.num_programs(0)
     if parts.HAS_PADDING:
         WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
         no_scales = tl.zeros([tile.ROWS, tile.BLOCK_H * WORD_BYTES // 32 if parts.HAS_SCALES else 1], tl.uint8)
         zeros = tl.zeros([tile.ROWS, tile.BLOCK_H], out.recv_x_ptr.dtype.element_ty)
         offs = tl.arange(0, tile.BLOCK_H)[None, :]
-        for first in range(tl.program_id(0) * tile.ROWS, num_padding, step * tile.ROWS):
+        for first in range(worker * tile.ROWS, num_padding, workers * tile.ROWS):
             number = first + tl.arange(0, tile.ROWS)
             # Before a padding row lie the padding rows of lower number and the real rows up to its expert.
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
@@ -385,7 +423,7 @@ def _zero_rest(
         # Real rows past the capacity take no row below it.
         start = tl.cumsum(padded, axis=0) - padded
         num_rest = capacity - tl.sum(tl.minimum(start + total, capacity) - tl.minimum(start, capacity))
-        for first in range(tl.program_id(0) * _REST, num_rest, step * _REST):
+        for first in range(worker * _REST, num_rest, workers * _REST):
             number = first + tl.arange(0, _REST)
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
             tl.store(out.recv_weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
@@ -430,14 +468,28 @@ def _store_placement(
 
 
 @triton.jit
-def _segments_of(job, counts_ptr, epoch, first_source, in_group, segments, WP: tl.constexpr, EP: tl.constexpr):
+def _await_told(job, epoch, WP: tl.constexpr):
+    """Wait until every rank has told. Returns the host word and tokens of each rank [WP], whether all came in time, and
+    whether all are in the same call."""
+    source = tl.arange(0, WP)
+    in_group = is_rank(job, source)
+    first_source = first_of_half(job, epoch)
+    flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
+    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _CALL_SHIFT, WAIT_LL_ROWS, first_source)
+    word_of = tl.where(in_group, seen, 0).to(tl.int32)
+    own = tl.max(tl.where(source == job.rank, word_of, 0)) >> _WORD_SHIFT
+    unlike = in_group & words_unlike(own, word_of >> _WORD_SHIFT)
+    return word_of, arrived, tl.max(unlike.to(tl.int32)) == 0
+
+
+@triton.jit
+def _segments_of(job, epoch, segments, WP: tl.constexpr, EP: tl.constexpr):
     """Rows of each local expert and of its segment, [EP] each, and the first output row of each source's rows of each
     expert, [WP * EP]."""
     source, local = tl.arange(0, WP), tl.arange(0, EP)
-    # Words past the last expert, never written, carry no epoch and count as 0.
-    counts_ptrs = counts_ptr + (first_source + source)[:, None] * EP + local[None, :]
-    counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
-    counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
+    counts_ptrs = own_buffer(job, LL_COUNTS, tl.int32) + (first_of_half(job, epoch) + source)[:, None] * EP + local
+    counted = is_rank(job, source)[:, None] & is_local_expert(job, local)[None, :]
+    counts = tl.load(counts_ptrs, mask=counted, other=0)
     total = tl.sum(counts, axis=0)
     if segments.SLABS:
         padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
@@ -470,95 +522,142 @@ def _output_rows(
 
 
 @triton.jit
-def _note_copies(copy_rows_ptr, arrival, num_arrivals, is_copy, copy, choices):
+def _note_copies(copy_rows_ptr, arrival, alive, is_copy, copy, choices):
     """Store the output rows [ROWS, KP] of staging rows for combine: assignments first, in k order, so that it may stop
     at the first -1."""
     ks = tl.arange(0, choices.KP)[None, :]
     copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
     num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
     position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
-    noted = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
+    noted = alive[:, None] & (position < choices.TOPK)
     tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=noted)
 
 
+@triton.jit
+def _expand_item(
+    job,
+    epoch,
+    number,  # [ROWS], 0 to W * M - 1
+    word_of,  # [WP] of `_await_told`
+    begin,  # of `_segments_of`
+    out,
+    segments,
+    parts,
+    choices,
+    tile,
+):
+    """Wait for staging rows `number` and copy them to the output rows of their assignments."""
+    WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
+    wire = wire_of(out.row_words, WORD, MX if parts.HAS_SCALES else WORDS)
+    # First the rows of this rank, which come earlier, then those of the next one.
+    num_arrivals = job.num_ranks * job.max_tokens
+    arrival = job.rank * job.max_tokens + number
+    arrival = tl.where(arrival < num_arrivals, arrival, arrival - num_arrivals)
+    of_source = quotient(arrival, job.max_tokens)
+    token = arrival - of_source * job.max_tokens
+    ranks = tl.arange(0, word_of.shape[0])
+    word = tl.sum(tl.where(of_source[:, None] == ranks[None, :], word_of[None, :], 0), axis=1)
+    alive = number < num_arrivals
+    here = alive & (token < (word & _SLOT_MASK))
+    first_source = first_of_half(job, epoch)
+    staged = first_source * job.max_tokens + arrival
+    flag_ptrs = own_buffer(job, LL_ROW_FLAG, tl.int64) + staged
+    # The record of an expiry names the source.
+    places = first_source + of_source - tl.arange(0, tile.ROWS)
+    if wait_flags(job, flag_ptrs, here, epoch << _CALL_SHIFT, WAIT_LL_ROWS, places):
+        row_ptrs, scale_ptrs = staged_rows(own_buffer(job, LL_STAGE_X, tl.uint8), staged, wire, WORD)
+        # In flight while the output rows are computed.
+        words, scales = _load_staged(out, row_ptrs, scale_ptrs, here, 0, segments, parts.HAS_SCALES, tile.BLOCK_H)
+        ks = tl.arange(0, choices.KP)[None, :]
+        meta = staged[:, None] * (2 * choices.KP) + ks
+        key = tl.load(own_buffer(job, LL_META, tl.int32) + meta, mask=here[:, None], other=-1)
+        EP: tl.constexpr = begin.shape[0] // word_of.shape[0]
+        copy = _output_rows(key, of_source, begin, segments, EP, tile.ROWS, choices.KP)
+        if parts.HAS_WEIGHTS:
+            meta_weights_ptr = own_buffer(job, LL_META, tl.float32) + choices.KP
+            weights = tl.load(meta_weights_ptr + meta, mask=here[:, None], other=0.0)
+            tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
+        _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
+        # Every thread needs all output rows: keep them in registers, because memory would be a chain of loads.
+        copies, firsts = (), ()
+        for k in tl.static_range(choices.TOPK):
+            copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
+            if parts.HAS_SCALES and segments.SLABS:
+                firsts += (tl.sum(tl.where(ks == k, _slab_scales(key, copy, segments), 0), axis=1),)
+        for t in tl.static_range(tile.TILES):
+            h = t * tile.BLOCK_H
+            if t > 0:
+                words, scales = _load_staged(
+                    out, row_ptrs, scale_ptrs, here, h, segments, parts.HAS_SCALES, tile.BLOCK_H
+                )
+            _store_copies(out, words, scales, h, copies, firsts, segments, parts.HAS_SCALES, choices.TOPK)
+
+
+@triton.jit
+def _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, tile):
+    """Lay out the staging rows of groups `worker`, `worker + workers`, ...; a group is ROWS rows."""
+    word_of, arrived, alike = _await_told(job, epoch, sizes.WP)
+    if arrived & alike:
+        total, padded, begin = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
+        groups = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS)
+        for group in range(worker, groups, workers):
+            # The rows of a group lie far apart, so that groups are alike if there are few tokens.
+            number = group + tl.arange(0, tile.ROWS) * groups
+            _expand_item(job, epoch, number, word_of, begin, out, segments, parts, choices, tile)
+        if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
+            _zero_rest(worker, workers, out, total, padded, segments.capacity, parts, tile)
+
+
+@triton.jit
+def _record(job, epoch, placement_ptr, segments, sizes):
+    """Write `placement`, or report ranks that are in other calls."""
+    word_of, arrived, alike = _await_told(job, epoch, sizes.WP)
+    if arrived & alike:
+        total, padded, _ = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
+        _store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
+    if arrived & (alike == 0):
+        ranks = tl.arange(0, sizes.WP)
+        report_calls(job, ranks, word_of >> _WORD_SHIFT, is_rank(job, ranks), CALLS_LL_DISPATCH)
+
+
 @ep_kernel(
+    x_ptr="*{X}",
+    scale_ptr="*u8",
+    topk_idx_ptr="*{IDX}",
+    weights_ptr="*fp32",
+    kept_idx_ptr="*i32",
     recv_x_ptr="*{WORD}",
     recv_scale_ptr="*u8",
     recv_weights_ptr="*fp32",
     copy_rows_ptr="*i32",
     placement_ptr="*i32",
-    specialised=("row_words",),
+    specialised=("x_words", "row_words"),
+    maxnreg=128,
 )
-def low_latency_expand_kernel(
-    out: Output,
-    copy_rows_ptr,  # out [W * M, K] int32, output rows of each staging row, -2 = beyond the capacity; then -1
-    placement_ptr,  # out int32 (device/tables.py), up to the number of the dispatch
+def low_latency_dispatch_kernel(
+    tokens: Tokens,
+    out: Received,
     job: Job,
+    launch: Launch,
     segments: Segments,
     parts: Parts,
     choices: Choices,
-    WP: tl.constexpr,
-    EP: tl.constexpr,
+    sizes: Sizes,
     tile: RowTile,
 ):
     job = in_one_node(job)
-    # Load addresses before the wait: its acquire empties L1.
-    stage_ptr = own_buffer(job, LL_STAGE_X, tl.uint8)
-    meta_ptr = own_buffer(job, LL_META, tl.int32)
-    meta_weights_ptr = own_buffer(job, LL_META, tl.float32)
-    counts_ptr = own_buffer(job, LL_COUNTS, tl.int64)
-    epoch = tl.load(state_at(job, LL_DISPATCH_SENT))
-    own_word = (tl.load(state_at(job, LL_TOLD) + (epoch & 1)) >> _WORD_SHIFT).to(tl.int32)
-    if tl.program_id(0) == 0:
-        tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
-    # Each use of this half so far has added max_tokens programs.
-    expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
-    first_source = first_of_half(job, epoch)
-    source = tl.arange(0, WP)
-    in_group = is_rank(job, source)
-    flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
-    arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_ROWS, first_source)
-    word_of = tl.where(in_group, seen, 0).to(tl.int32)
-    # `report_calls` is at the end of the kernel: calls that agree do not wait for it.
-    alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
-    if arrived & alike:
-        WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-        wire = wire_of(out.row_words, WORD, MX if parts.HAS_SCALES else WORDS)
-        # Take rows far apart, so that programs share the work if there are few tokens.
-        num_arrivals = job.num_ranks * job.max_tokens
-        arrival = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
-        of_source = quotient(arrival, job.max_tokens)
-        token = arrival - of_source * job.max_tokens
-        word = tl.sum(tl.where(of_source[:, None] == source[None, :], word_of[None, :], 0), axis=1)
-        here = (arrival < num_arrivals) & (token < (word & _SLOT_MASK))
-        staged = first_source * job.max_tokens + arrival
-        row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
-        # In flight while the output rows are computed.
-        words, scales = _load_staged(out, row_ptrs, scale_ptrs, here, 0, segments, parts.HAS_SCALES, tile.BLOCK_H)
-        ks = tl.arange(0, choices.KP)[None, :]
-        meta = staged[:, None] * (2 * choices.KP) + ks
-        key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
-        if parts.HAS_WEIGHTS:
-            weights = tl.load(meta_weights_ptr + meta + choices.KP, mask=here[:, None], other=0.0)
-
-        total, padded, begin = _segments_of(job, counts_ptr, epoch, first_source, in_group, segments, WP, EP)
-        copy = _output_rows(key, of_source, begin, segments, EP, tile.ROWS, choices.KP)
-        if parts.HAS_WEIGHTS:
-            tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
-        _note_copies(copy_rows_ptr, arrival, num_arrivals, key >= 0, copy, choices)
-        # Every thread needs all output rows: keep them in registers, because memory would be a chain of loads.
-        copies = ()
-        for k in tl.static_range(choices.TOPK):
-            copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
-        for t in tl.static_range(tile.TILES):
-            if t > 0:
-                words, scales = _load_staged(
-                    out, row_ptrs, scale_ptrs, here, t * tile.BLOCK_H, segments, parts.HAS_SCALES, tile.BLOCK_H
-                )
-            _store_copies(out, words, scales, t * tile.BLOCK_H, copies, segments, parts.HAS_SCALES, choices.TOPK)
-        if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
-            _zero_rest(out, total, padded, segments.capacity, parts, tile)
-        if tl.program_id(0) == 0:
-            _store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
-    if arrived & (alike == 0):
-        report_calls(job, source, word_of >> _WORD_SHIFT, in_group, CALLS_LL_DISPATCH)
+    turn_ptr = state_at(job, EPOCH_LL_DISPATCH)
+    epoch = turn_of(turn_ptr)
+    number, last = tl.program_id(0), tl.num_programs(0) - 1
+    senders = launch.senders
+    if number < senders:
+        if number == 0:
+            _tell(job, epoch, tokens, choices, sizes)
+        else:
+            _push(job, epoch, number - 1, tokens, parts.HAS_WEIGHTS, choices, sizes)
+    elif number < last:
+        worker, workers = number - senders, last - senders
+        _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, tile)
+    else:
+        _record(job, epoch, out.placement_ptr, segments, sizes)
+    end_turn(turn_ptr, (number == last) & (number >= senders), launch.others)

@@ -26,7 +26,7 @@ from triton_ep.runtime.plans.shape import Plan
 from triton_ep.testing import make_workload
 
 ON_HOST = "launches are recorded in the interpreter"
-SPECIALISED = {"row_words", "row_bytes", "hidden"}
+SPECIALISED = {"row_words", "x_words", "row_bytes", "hidden"}
 """Integers that the kernels of layers are specialised by; the last test checks them."""
 
 

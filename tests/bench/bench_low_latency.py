@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -47,11 +48,11 @@ class WrongResult(Exception):
     """A way gives another result than the first one."""
 
 
-def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
+def _varied(changes: dict[str, int]) -> Callable[[Shape, int], Plan]:
     plan_of = plans.combine
 
-    def combine(s: Shape, has_weights: bool) -> Plan:
-        plan = plan_of(s, has_weights)
+    def combine(s: Shape, weights: int) -> Plan:
+        plan = plan_of(s, weights)
         values = {**plan.constexprs, **changes}
         values |= {"PARTS": -(-s.hidden // values["BLOCK_S"]), "TILES": -(-s.hidden // values["BLOCK_H"])}
         return replace(plan, constexprs=values)
@@ -72,9 +73,11 @@ class _Way:
         self.device = self.layer.context.device
         self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
         self.idx = uniform_idx(rank, tokens, args.topk, args.experts, 0).to(self.device)
+        generator = torch.Generator().manual_seed(rank)
+        self.weights = torch.rand(self.idx.shape, generator=generator).to(self.device) if args.weights else None
         before, plans.combine = plans.combine, _varied(changes)
         try:
-            self.dispatch()
+            self.recv_x, _, self.desc = self.dispatch()
             self.y = torch.randn(self.recv_x.shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
             self.y = self.y.to(torch.bfloat16)
             self.combine()
@@ -83,15 +86,16 @@ class _Way:
             plans.combine = before
         self.first = self.out.clone()
 
-    def dispatch(self) -> None:
-        self.recv_x, _, self.desc = self.layer.dispatch(self.x, self.idx)
+    def dispatch(self) -> tuple[Any, ...]:
+        return self.layer.dispatch(self.x, self.idx)
 
     def combine(self) -> None:
-        self.out = self.layer.combine(self.y, self.desc)
+        # Of the eager dispatch: a captured one has not run yet when this call is captured.
+        self.out = self.layer.combine(self.y, self.desc, self.weights)
 
     def pair(self) -> None:
-        self.dispatch()
-        self.combine()
+        desc = self.dispatch()[2]
+        self.out = self.layer.combine(self.y, desc, self.weights)
 
 
 def _graph(call: Callable[[], None], device: torch.device) -> Callable[[int], object]:
@@ -166,6 +170,7 @@ def main() -> None:
     parser = sizes_parser(__doc__, tokens="1,8,128")
     parser.add_argument("--alignment", type=int, default=1)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
+    parser.add_argument("--weights", action="store_true", help="combine with weights per token")
     parser.add_argument("--iters", type=int, default=30)
     args = parser.parse_args()
     if ep_distributed.launched_by() == "none":

@@ -26,7 +26,6 @@ KERNELS = list(all_kernels())
 NARROW = {
     "splits_kernel": "sums tables of counts; posts one row of them, whose length need not be a multiple of 16 bytes",
     "routing_slots_kernel": "writes a few words per token",
-    "low_latency_weights_kernel": "stores the words of a token at several ranks",
     "map_slots_kernel": "picks a few words per token out of a row of bytes",
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""

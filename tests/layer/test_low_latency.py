@@ -60,21 +60,23 @@ def test_the_most_tokens_that_there_may_be(run_ranks, nodes, ranks_per_node):
 
 def _wrap(rank, nodes, ranks_per_node):
     with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
-        ctx, calls = layer.context, 2**31 // max(SMALL.tokens)  # calls of each half until its program count overflows
-        ctx.state[codes.EPOCH_LL_DISPATCH] = ctx.state[codes.LL_DISPATCH_SENT] = 2 * calls
-        ctx.local("ll_flag").fill_(calls * max(SMALL.tokens) << 32)
+        ctx, calls = layer.context, 2**31 - 2  # calls until the sign of the flags changes, less two
+        for name, word in (("ll_flag", codes.EPOCH_LL_DISPATCH), ("ll_combine_flag", codes.EPOCH_LL_COMBINE)):
+            ctx.state[word] = calls << 20
+            ctx.local(name).fill_(calls << 32)
+        ctx.local("ll_row_flag").fill_(calls << 32)
         dist.barrier()
         for call in range(4):
             if rank == 1:  # the others must wait for it
                 time.sleep(0.3)
             combine_and_check(layer, dispatch_and_check(layer, SMALL, call))
-        assert (ctx.local("ll_flag") < 0).all()
+        assert (ctx.local("ll_flag") < 0).all() and (ctx.local("ll_combine_flag") < 0).all()
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
-def test_counts_of_programs_may_wrap(run_ranks, nodes, ranks_per_node):
-    """Ranks still wait for a late rank when the sign of the counts changes."""
+def test_numbers_of_calls_may_wrap(run_ranks, nodes, ranks_per_node):
+    """Ranks still wait for a late rank when the sign of the flags changes."""
     run_ranks(_wrap, nodes, ranks_per_node)
 
 
@@ -218,18 +220,16 @@ def _late_weights(rank, nodes, ranks_per_node, name):
             live.append((came, rows, known, desc, weights))
             if call % 2:  # two in flight, combined in the other order; one combine without weights in between
                 for came, rows, known, desc, weights in reversed(live):
-                    sent = layer.send_weights(weights, desc)
-                    copies = desc.skipped_token_topk_mapping_indices
-                    real = torch.zeros_like(sent, dtype=torch.bool)
-                    real[copies[copies >= 0]] = True
-                    assert torch.equal(sent[real], came[real])
                     # A row times a sum of weights may overflow fp16.
                     y = (rows / 64).to(case.dtype)
                     layer.combine(y, desc)
-                    late = layer.combine(y, desc, torch.where(real, sent, torch.nan))
+                    late = layer.combine(y, desc, weights)
                     assert torch.equal(late, layer.combine(y, known, came))
+                    split, hook = layer.combine(y, desc, weights, return_recv_hook=True)
+                    hook()
+                    assert torch.equal(split, late)
                 live.clear()
-        return int(real.sum())
+        return int((desc.skipped_token_topk_mapping_indices >= 0).sum())
 
 
 LATE = {
@@ -246,8 +246,8 @@ LATE = {
     [(1, 2, name) for name in LATE] + [(1, 1, "plain"), (1, 3, "padded"), (1, 4, "duplicates")],
 )
 def test_weights_may_follow_the_rows(run_ranks, nodes, ranks_per_node, name):
-    """Weights sent after the dispatch reach the rows that they would have come with: several programs' tokens, ranks
-    without tokens, an expert named twice, two dispatches in flight; combine gives the same bits."""
+    """Weights of the tokens multiply the rows that they would have come with: more tokens than programs, ranks without
+    tokens, an expert named twice, two dispatches in flight, split combines; the bits are the same."""
     rows = run_ranks(_late_weights, nodes, ranks_per_node, name)
     assert max(rows) > 0 or name == "nothing"
 
@@ -256,19 +256,19 @@ def _missing_weights(rank, nodes, ranks_per_node):
     limit_s = limit_of_calls(SMALL, rank, nodes, ranks_per_node)
     with make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=limit_s) as layer:
         mine = workloads(SMALL, 2, 0)[rank]
-        _, _, desc = layer.dispatch(mine.x.to(layer.context.device), mine.topk_idx.to(layer.context.device))
+        rows, _, desc = layer.dispatch(mine.x.to(layer.context.device), mine.topk_idx.to(layer.context.device))
         weights = mine.topk_weights.to(layer.context.device)
         with pytest.raises(InputError, match=r"weights must have shape"):
-            layer.send_weights(weights[:-1], desc)
+            layer.combine(rows, desc, weights[:-1])
         dist.barrier()
 
-        def send():
-            layer.send_weights(weights, desc)
+        def combine():
+            layer.combine(rows, desc, weights)
             layer.check()
 
         if rank == 1:
-            with pytest.raises(WaitTimeout, match=r"the weights of all ranks .* missing rank 0; ll_weights_flag\[0\]"):
-                send()
+            with pytest.raises(WaitTimeout, match=r"the sums of all ranks .* missing rank 0; ll_combine_flag\["):
+                combine()
         dist.barrier()
 
 
@@ -354,7 +354,7 @@ def _late(rank, nodes, ranks_per_node, where):
     if rank != 1:
         with pytest.raises(WaitTimeout, match="missing rank 1;") as caught:
             call()
-        expected, seen = ("be 12, is 6", "ll_flag") if where == "dispatch" else ("be 2, is 0", "ll_combine_flag")
+        expected, seen = ("be 4, is 2", "ll_flag") if where == "dispatch" else ("be 2, is 0", "ll_combine_flag")
         assert f"low-latency {where}" in str(caught.value)
         assert expected in str(caught.value) and seen in str(caught.value), str(caught.value)
     dist.barrier()

@@ -46,9 +46,8 @@ def test_reports_have_the_same_fields_on_host_and_device() -> None:
 def test_words_of_the_state_array_do_not_overlap() -> None:
     """Epochs, counters, time limit, alarm, published words and the four words of the status record do not overlap."""
     words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
-    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.EPOCH_LL_WEIGHTS]
+    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE]
     words += [
-        buffers.LL_DISPATCH_SENT,
         buffers.TIMEOUT_US,
         buffers.PROGRAMS_DONE,
         buffers.ALARM,
@@ -57,8 +56,7 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
     words += [buffers.PROGRAMS_COUNTED]
     single = [word.value for word in words]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
-    told = [buffers.LL_TOLD.value + half for half in range(2)]
-    assert sorted([*single, *status, *told]) == list(range(buffers.STATE_WORDS.value))
+    assert sorted([*single, *status]) == list(range(buffers.STATE_WORDS.value))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device import low_latency as turns
+from triton_ep.kernels.device.codes import WORDS
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import exchange, low_latency
@@ -144,19 +145,19 @@ def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
 
 
 def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() -> None:
-    """32 ranks of 1024 tokens may have rows of up to 31 tiles of 1024 elements; with half the tokens, longer rows."""
-    assert 2**turns._TURN.value == turns._ONE_TURN.value == low_latency.MOST_REDUCING + 2**13
-    sizes = {"topk": 2, "num_experts": 64, "rank": 0, "world_size": 32, "local_world_size": 32, "recv_capacity": 64}
-    assert EPConfig(1024, 31 * 1024, **sizes, low_latency=True).fits_low_latency
-    assert EPConfig(512, 31 * 1024 + 8, **sizes, low_latency=True).fits_low_latency
-    assert not EPConfig(1024, 31 * 1024 + 8, **sizes).fits_low_latency
-    with pytest.raises(ConfigError, match="32 \\* 1024 tokens of 31752 elements in 1048576 programs"):
-        EPConfig(1024, 31 * 1024 + 8, **sizes, low_latency=True)
+    """Half of the smallest programs that fit on 256 multiprocessors, more than any GPU has, twice if it is split."""
+    assert 2**turns._TURN.value == turns._ONE_TURN.value > 2 * tuning.half_of(256, Program(1, 1))
 
 
-def test_fewer_programs_wait_in_a_combine_of_low_latency_than_its_kernel_counts_beside_those() -> None:
-    """Half of the smallest programs that fit on 256 multiprocessors, more than any GPU has, stay below the limit."""
-    assert tuning.half_of(256, Program(1, 1)) < 2**13
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 32])
+def test_two_low_latency_layers_fit_on_a_gpu(ranks: int) -> None:
+    """The waiting programs of a dispatch and of a combine, which may be of two layers, fit next to each other."""
+    shape = Shape(128, 7168, 8, 256, ranks, ranks)
+    plans = [low_latency.dispatch(shape, WORDS, True, 1792, 1792, slabs=False), low_latency.combine(shape, 0)]
+    programs = [Program.declared(plan, 4, 128) for plan in plans]
+    for one, other in itertools.product(programs, repeat=2):
+        taken = [tuning.half_of(1, program) * share_of_one(program) for program in (one, other)]
+        assert sum(taken) <= 1
 
 
 @dataclass(eq=False)

@@ -55,6 +55,8 @@ def combine_name(tag: int) -> str:
         return "combines that differ within its node"
     name = "combine of values per slot" if tag & codes.COMBINE_SLOTS else "combine"
     name += f" of dispatch number {tag >> codes.COMBINE_SHIFT}"
+    if tag & codes.COMBINE_TOKEN_WEIGHTS:
+        return name + " with weights per token"
     return name + _weights(bool(tag & codes.COMBINE_WEIGHTS)) + _pass(bool(tag & codes.COMBINE_BACKWARD))
 
 

@@ -25,7 +25,6 @@ from triton_ep.kernels.device.codes import (
     TILE_WORDS,
     partial_stride,
 )
-from triton_ep.runtime.plans.low_latency import weight_shares
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS, Shape, next_power_of_2
 
 ALIGN_BYTES = 256
@@ -296,32 +295,32 @@ BUFFERS: tuple[Buffer, ...] = (
         "ll_stage_x",
         lambda s: (2, _low_latency_rows(s), s.shape.wire_bytes),
         _fixed(torch.uint8),
-        "low-latency push of every rank, part = source",
-        "low-latency expand",
+        "low-latency dispatch of every rank, part = source",
+        "low-latency dispatch",
         _HALVES,
     ),
     Buffer(
         "ll_meta",
         lambda s: (2, _low_latency_rows(s), 2 * s.shape.kp),
         _fixed(torch.int32),
-        "low-latency push of every rank, part = source",
-        "low-latency expand",
+        "low-latency dispatch of every rank, part = source",
+        "low-latency dispatch",
         _HALVES,
     ),
     Buffer(
         "ll_counts",
         lambda s: (2, s.config.world_size, next_power_of_2(s.config.num_experts_per_rank)),
-        _fixed(torch.int64),
-        "low-latency push of every rank, row = source",
-        "low-latency expand",
-        "never: values carry their epoch",
+        _fixed(torch.int32),
+        "low-latency dispatch of every rank, row = source",
+        "low-latency dispatch",
+        _HALVES,
     ),
     Buffer(
         "ll_flag",
         lambda s: (2, s.config.world_size),
         _fixed(torch.int64),
-        "low-latency push of every rank",
-        "low-latency expand",
+        "low-latency dispatch of every rank",
+        "low-latency dispatch",
         _EPOCH,
     ),
     Buffer(
@@ -343,17 +342,17 @@ BUFFERS: tuple[Buffer, ...] = (
     Buffer(
         "ll_weights",
         lambda s: (2, _low_latency_rows(s), s.config.topk),
-        _fixed(torch.float32),
-        "low-latency weights of every rank, part = source",
-        "low-latency weights",
-        _HALVES,
+        _fixed(torch.int64),
+        "low-latency combine of every rank, part = source",
+        "low-latency combine",
+        _EPOCH,
     ),
     Buffer(
-        "ll_weights_flag",
-        lambda s: (weight_shares(s.shape) if s.config.low_latency else 0, s.config.world_size),
+        "ll_row_flag",
+        lambda s: (2, _low_latency_rows(s)),
         _fixed(torch.int64),
-        "low-latency weights of every rank",
-        "low-latency weights",
+        "low-latency dispatch of every rank, part = source",
+        "low-latency dispatch",
         _EPOCH,
     ),
 )

@@ -50,7 +50,6 @@ OPERATIONS = {
     codes.WAIT_NODE_BARRIER: Operation("a barrier of its node", "node_barrier_flag"),
     codes.WAIT_LL_ROWS: Operation("the rows of all ranks (low-latency dispatch)", "ll_flag"),
     codes.WAIT_LL_PARTIALS: Operation("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
-    codes.WAIT_LL_WEIGHTS: Operation("the weights of all ranks (low-latency combine)", "ll_weights_flag"),
     codes.WAIT_SIGNALS: Operation("the kernel that writes expert outputs (low-latency combine)", "signals"),
 }
 """Kinds of waits, by number."""
@@ -148,7 +147,7 @@ def _late_senders(sizes: Sizes, record: StatusRecord, values: torch.Tensor) -> s
         return {topology.first_rank + i for i, v in enumerate(of_first_program) if v < record.expected}
     if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
         return set()
-    if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS, codes.WAIT_LL_WEIGHTS):
+    if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
         values = values[record.flag // cfg.world_size]
     late = {rank for rank, value in enumerate(values.tolist()) if value < record.expected}
     if operation == codes.WAIT_NODE_BARRIER:

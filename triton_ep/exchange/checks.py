@@ -362,26 +362,9 @@ def check_combine(
     _check_descriptor("combine", layer_id, desc)
     _check_tensor(device, "input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
     if weights is not None:
-        _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
-
-
-@_refusing
-def check_send_weights(
-    cfg: EPConfig, device: torch.device, layer_id: int, weights: torch.Tensor, desc: EPAllToAllLayoutDesc
-) -> None:
-    """Raise unless the arguments of `EPAll2AllLayer.send_weights` fit the layer.
-
-    Raises:
-        ConfigError: the layer is not low-latency.
-        InputError: the weights do not fit.
-        StaleHandleError: the descriptor is not of this layer.
-    """
-    if not cfg.low_latency:
-        raise ConfigError(
-            "send_weights is for layers with low_latency=True. Give dispatch the weights: they travel with the rows."
-        )
-    _check_descriptor("send_weights", layer_id, desc)
-    _check_tensor(device, "weights", weights, (desc.num_dispatch_token_cur_rank, cfg.topk), (torch.float32,))
+        of_tokens = cfg.low_latency and isinstance(weights, torch.Tensor) and weights.dim() == 2
+        shape = (desc.num_dispatch_token_cur_rank, cfg.topk) if of_tokens else (desc.num_recv_rows,)
+        _check_tensor(device, "weights", weights, shape, (torch.float32,))
 
 
 def check_out(cfg: EPConfig, device: torch.device, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:

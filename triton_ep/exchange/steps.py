@@ -296,9 +296,8 @@ def dispatch_low_latency(
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
-    received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word, request.slabs)
+    received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word, request.slabs, split)
     if not split:
-        receive()
         ctx.poll_status()
     return Sent(received, desc, None, receive)
 
@@ -313,7 +312,9 @@ def combine(
     biases: tuple[torch.Tensor, ...] = (),
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32, plus up to two biases [T, H].
+    """Bring expert outputs y [R, H] back and sum them, plus up to two biases [T, H].
+
+    weights: [R] float32, which multiply the rows; of a low-latency layer also [T, K].
 
     Returns [T, H] and the receiving half. split: the caller launches that half; otherwise it has been launched. out:
     memory for the result; None: allocated.
@@ -330,14 +331,6 @@ def combine(
     if not split:
         ctx.poll_status()
     return out, receive
-
-
-@reports_failure("combine", begun=True)
-def send_weights(ctx: DispatchCombineContext, weights: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-    """Bring weights [T, K] of a low-latency dispatch to its rows: [R] float32."""
-    out = low_latency_ops.send_weights(ctx, weights, desc)
-    ctx.poll_status()
-    return out
 
 
 @reports_failure("combine", begun=True)

@@ -11,12 +11,26 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
+from triton_ep.kernels.device.codes import (
+    COMBINE_TOKEN_WEIGHTS,
+    COMBINE_WEIGHTS,
+    HOST_WEIGHTS,
+    LL_NO_WEIGHTS,
+    LL_RECEIVES,
+    LL_ROW_WEIGHTS,
+    LL_SENDS,
+    LL_TOKEN_WEIGHTS,
+    MX,
+    QUANTISE,
+    WORDS,
+)
 from triton_ep.ops.dispatch import Received
 from triton_ep.ops.strides import view_as
-from triton_ep.ops.tuning import as_words, summing_programs
+from triton_ep.ops.tuning import as_words, low_latency_workers
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import low_latency as plans
+
+_CALLS = {LL_NO_WEIGHTS: 0, LL_ROW_WEIGHTS: COMBINE_WEIGHTS, LL_TOKEN_WEIGHTS: COMBINE_TOKEN_WEIGHTS}
 
 
 def dispatch(
@@ -27,12 +41,15 @@ def dispatch(
     weights: torch.Tensor | None,
     host_word: int,
     slabs: Rows | None = None,
+    split: bool = False,
 ) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
     """Push the rows of x [T, H].
 
     slabs: memory for the received rows, [e, n, H], the rows of each expert from the start of its slab on; for rows with
     scales also [e, columns, n] of 32 bits, the first `columns` words of the scales of each row. None: rows are
     expert-major.
+
+    split: launch only the sending half; otherwise one launch does both.
 
     Returns the outputs, the descriptor, and a callable that launches the receiving half, which fills the outputs.
     The device advances its epoch; the host has advanced its own. The host waits for nothing.
@@ -42,7 +59,6 @@ def dispatch(
     ids = torch.empty(1, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
-    _push(ctx, fmt, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
     if slabs is None:
         recv, recv_weights = _make_received(ctx, fmt, weights is not None)
         num_rows = recv.data.shape[0]
@@ -60,7 +76,63 @@ def dispatch(
         skipped_token_topk_mapping_indices=copies,
     )
     received = Received(recv, recv_weights, copies)
-    return received, desc, partial(_expand, ctx, fmt, recv, recv_weights, copies, placement)
+    word = host_word | (HOST_WEIGHTS if weights is not None else 0)
+    return received, desc, _launch_dispatch(ctx, fmt, x, topk_idx, weights, received, desc, word, split)
+
+
+def _launch_dispatch(
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    x: Rows,
+    topk_idx: torch.Tensor,
+    weights: torch.Tensor | None,
+    received: Received,
+    desc: EPAllToAllLayoutDesc,
+    host_word: int,
+    split: bool,
+) -> Callable[[], None]:
+    """Launch a dispatch, or with `split` its sending half; returns a callable that launches the rest."""
+    cfg, (data, scale), slabs = ctx.config, received.x, received.x.data.dim() == 3
+    words, payload = x.data, QUANTISE
+    if fmt.payload is None or x.scale is not None:
+        words = as_words(x.data, x.data.shape[1] * x.data.element_size())
+        payload = WORDS if x.scale is None else MX
+    x_words = x.data.shape[1] * x.data.element_size() // words.element_size()
+    row_bytes = data.shape[-1] * data.element_size()
+    recv = as_words(data, row_bytes)
+    row_words = row_bytes // recv.element_size()
+    kind = (payload, weights is not None, x_words, row_words, slabs)
+    launcher = ctx.launcher(("ll_dispatch", *kind), plans.dispatch, *kind, fmt=fmt)
+    groups = -(-cfg.world_size * cfg.max_tokens // launcher.plan.constexprs["ROWS"])
+    senders, receivers = 1 + topk_idx.shape[0], 1 + min(groups, low_latency_workers(ctx.device, launcher))
+    # Pointers of the right type stand for what is not there, and are not read.
+    launch = partial(
+        launcher.launch,
+        x_ptr=words,
+        scale_ptr=ctx.no_bytes if x.scale is None else x.scale,
+        topk_idx_ptr=topk_idx,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        kept_idx_ptr=desc.entries,
+        num_tokens=topk_idx.shape[0],
+        x_words=x_words,
+        recv_x_ptr=recv,
+        recv_scale_ptr=ctx.no_bytes if scale is None else view_as(scale, torch.uint8) if slabs else scale,
+        recv_weights_ptr=ctx.no_floats if received.weights is None else received.weights,
+        copy_rows_ptr=received.copy_rows,
+        placement_ptr=desc.placement,
+        row_words=row_words,
+        host_word=host_word,
+        others=senders + receivers - 1,
+        capacity=data.shape[:-1].numel(),
+        alignment=cfg.alignment,
+        slab_rows=data.shape[1] if slabs else 0,
+        scale_words=scale.shape[1] if slabs and scale is not None else 0,
+    )
+    if split:
+        launch(senders, senders=senders)
+        return partial(launch, receivers, senders=0)
+    launch(senders + receivers, senders=senders)
+    return _no_more
 
 
 def combine(
@@ -73,6 +145,7 @@ def combine(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
 
+    weights: [R] of the rows, or [T, K] of the tokens, which the call then sends first.
     split: launch only the sending half; otherwise one launch does both.
     out: memory for the result [T, H]; None: allocated. Returns it, and a callable that launches the receiving half,
     which sums into it.
@@ -81,8 +154,14 @@ def combine(
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
     if out is None:
         out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
-    launcher = ctx.launcher(("ll_combine", weights is not None), plans.combine, weights is not None)
-    tiles = launcher.plan.constexprs
+    kind = LL_NO_WEIGHTS if weights is None else LL_ROW_WEIGHTS if weights.dim() == 1 else LL_TOKEN_WEIGHTS
+    launcher = ctx.launcher(("ll_combine", kind), plans.combine, kind)
+    tiles, num_tokens = launcher.plan.constexprs, out.shape[0]
+    senders = 1 + (-(-num_tokens // tiles["SHARE"]) if kind == LL_TOKEN_WEIGHTS else 0)
+    most = low_latency_workers(ctx.device, launcher)
+    items = plans.combining_items(tiles, copy_rows.shape[0], num_tokens)
+    reducing, summing = (min(number, most) for number in items)
+    meeting = 0 if INTERPRETING else 1
     launch = partial(
         launcher.launch,
         # Without weights: a pointer of the right type, not read.
@@ -90,38 +169,19 @@ def combine(
         copy_rows_ptr=copy_rows,
         out_ptr=out,
         kept_idx_ptr=desc.entries,
-        num_tokens=out.shape[0],
+        num_tokens=num_tokens,
         placement_ptr=desc.placement,
-        call=COMBINE_WEIGHTS if weights is not None else 0,
+        call=_CALLS[kind],
         hidden=cfg.hidden,
     )
-    reducing = plans.reducing_programs(tiles, copy_rows.shape[0])
-    items = -(-out.shape[0] // tiles["ROWS"]) * tiles["PARTS"]
-    # One more program waits for the ranks themselves.
-    waiting = min(1 + items, summing_programs(ctx.device, launcher))
     if split:
-        launch(reducing, y_ptr=y, first_waiting=reducing)
-        return out, partial(launch, waiting, y_ptr=out, first_waiting=0)
-    launch(reducing + waiting, y_ptr=y, first_waiting=reducing)
+        sending, receiving = senders + reducing + meeting, max(summing + meeting, 1)
+        others = sending + receiving - 1
+        launch(sending, y_ptr=y, halves=LL_SENDS, senders=senders, others=others)
+        return out, partial(launch, receiving, y_ptr=out, halves=LL_RECEIVES, senders=0, others=others)
+    both = senders + max(reducing, summing) + meeting
+    launch(both, y_ptr=y, halves=LL_SENDS | LL_RECEIVES, senders=senders, others=both - 1)
     return out, _no_more
-
-
-def send_weights(ctx: DispatchCombineContext, weights: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-    """[R] float32: weights [T, K] at the rows of their assignments; other rows are undefined."""
-    copy_rows = desc.skipped_token_topk_mapping_indices
-    assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    out = torch.empty(desc.num_recv_rows, dtype=torch.float32, device=ctx.device)
-    shares = plans.weight_shares(ctx.sizes.shape)
-    ctx.launcher(("ll_weights",), plans.send_weights).launch(
-        2 * shares,  # the first half push, the others copy
-        weights_ptr=weights,
-        kept_idx_ptr=desc.entries,
-        copy_rows_ptr=copy_rows,
-        out_ptr=out,
-        num_tokens=weights.shape[0],
-        first_waiting=shares,
-    )
-    return out
 
 
 def wait_signals(
@@ -148,36 +208,6 @@ def _no_more() -> None:
     """The receiving half of a call whose single launch has done it."""
 
 
-def _push(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    x: Rows,
-    topk_idx: torch.Tensor,
-    weights: torch.Tensor | None,
-    ids: torch.Tensor,
-    host_word: int,
-) -> None:
-    words, scale, payload = x.data, x.scale, QUANTISE
-    if fmt.payload is None or scale is not None:
-        words = as_words(x.data, x.data.shape[1] * x.data.element_size())
-        payload = WORDS if scale is None else MX
-    row_words = x.data.shape[1] * x.data.element_size() // words.element_size()
-    num_tokens = topk_idx.shape[0]
-    kind = (payload, weights is not None, row_words)
-    ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt).launch(
-        max(num_tokens, 1),  # without tokens, one program releases
-        x_ptr=words,
-        # With other payloads, or without weights: pointers of the right type, not read.
-        scale_ptr=ctx.no_bytes if scale is None else scale,
-        topk_idx_ptr=topk_idx,
-        weights_ptr=ctx.no_floats if weights is None else weights,
-        kept_idx_ptr=ids,
-        num_tokens=num_tokens,
-        row_words=row_words,
-        host_word=host_word,
-    )
-
-
 def _make_received(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
     capacity, has_scales = ctx.config.recv_capacity, fmt.payload is not None
     assert capacity is not None, "EPConfig refuses a low-latency layer without"
@@ -189,32 +219,3 @@ def _make_received(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: boo
     if has_weights:
         weights = torch.empty(capacity, dtype=torch.float32, device=ctx.device)
     return Rows(recv_x, scale), weights
-
-
-def _expand(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    recv: Rows,
-    weights: torch.Tensor | None,
-    copies: torch.Tensor,
-    placement: torch.Tensor,
-) -> None:
-    cfg, recv_x, scale = ctx.config, recv.data, recv.scale
-    slabs, has_weights = recv_x.dim() == 3, weights is not None
-    row_bytes = recv_x.shape[-1] * recv_x.element_size()
-    words = as_words(recv_x, row_bytes)
-    row_words = row_bytes // words.element_size()
-    kind = (has_weights, row_words, slabs)
-    ctx.launcher(("ll_expand", *kind), plans.expand, *kind, fmt=fmt).launch(
-        -(-cfg.world_size * cfg.max_tokens // plans.expanded_rows(INTERPRETING)),
-        recv_x_ptr=words,
-        recv_scale_ptr=ctx.no_bytes if scale is None else view_as(scale, torch.uint8) if slabs else scale,
-        recv_weights_ptr=ctx.no_floats if weights is None else weights,
-        copy_rows_ptr=copies,
-        placement_ptr=placement,
-        row_words=row_words,
-        capacity=recv_x.shape[:-1].numel(),
-        alignment=cfg.alignment,
-        slab_rows=recv_x.shape[1] if slabs else 0,
-        scale_words=scale.shape[1] if slabs and scale is not None else 0,
-    )

@@ -160,12 +160,14 @@ def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int
     return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
 
 
-def summing_programs(device: torch.device, combine: Launcher) -> int:
-    """Most programs of a low-latency combine that may wait: half of those that fit on the GPU.
+def low_latency_workers(device: torch.device, launcher: Launcher) -> int:
+    """Most workers of a low-latency dispatch or combine. These and one more program wait, as many as half of those that
+    fit on the GPU.
 
-    The programs they wait for then find room, whichever start first (kernels/intranode/low_latency_combine.py).
+    Two layers then find room, whichever starts first (kernels/intranode/low_latency_*.py). Interpreted programs run one
+    after the other, and workers of a combine wait for each other, so there is one.
     """
-    return 2 if INTERPRETING else half_of(multiprocessors(device), combine.program)
+    return 1 if INTERPRETING else half_of(multiprocessors(device), launcher.program) - 1
 
 
 def half_of(multiprocessors: int, program: Program) -> int:

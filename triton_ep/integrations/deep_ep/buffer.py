@@ -563,8 +563,8 @@ class Buffer:
         does not wait.
 
         The experts' rank multiplies and sums in float32, in k order, and rounds its sum; the sums of the ranks are
-        added in float32. The experts' rank thus needs the weights: a launch of its own carries them first, unless they
-        came with the rows (`topk_weights` of `low_latency_dispatch`).
+        added in float32. The experts' rank thus needs the weights: they travel first, unless they came with the rows
+        (`topk_weights` of `low_latency_dispatch`).
 
         Args:
             x: [e, W * M, H], contiguous: outputs for the rows of that dispatch.
@@ -600,6 +600,8 @@ class Buffer:
         layer, desc, cfg = handle.layer, handle.layout_desc, handle.layer.config
         check.tensor("x", x)
         check.tensor("topk_idx", topk_idx, 2)
+        if handle.row_weights is None:
+            check.tensor("topk_weights", topk_weights, 2)
         wanted = (cfg.num_experts_per_rank, self.group_size * cfg.max_tokens, cfg.hidden)
         if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
             raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
@@ -623,9 +625,7 @@ class Buffer:
             )
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
-            weights = handle.row_weights
-            if weights is None:
-                weights = layer.send_weights(topk_weights, desc)
+            weights = topk_weights if handle.row_weights is None else handle.row_weights
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
             rows = x.view(desc.num_recv_rows, cfg.hidden)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from triton_ep.kernels.device.codes import (
     LANDING_BF16,
     LANDING_MX,
     LANDING_ROW,
     LANDING_WORDS,
+    LL_NO_WEIGHTS,
+    LL_ROW_WEIGHTS,
+    LL_TOKEN_WEIGHTS,
     MX,
     QUANTISE,
     WORDS,
@@ -243,26 +247,23 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     if uses.fp8_rows:
         yield from _low_latency_dispatch(_scaled(s), [MX], uses)
     hidden = {"hidden": s.hidden}
-    for weights in uses.weights:
+    kinds = [LL_NO_WEIGHTS] * (False in uses.weights) + [LL_ROW_WEIGHTS, LL_TOKEN_WEIGHTS] * (True in uses.weights)
+    for kind in kinds:
         types = {"y_ptr": f"*{s.token}", "out_ptr": f"*{s.token}"}
-        yield KernelRequest.of(low_latency.combine(s, weights), types, hidden)
-    if True in uses.weights:
-        yield KernelRequest.of(low_latency.send_weights(s))
+        yield KernelRequest.of(low_latency.combine(s, kind), types, hidden)
     for by_blocks in (False, True) if uses.slabs else ():
         yield KernelRequest.of(low_latency.wait_signals(s, by_blocks))
 
 
 def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:
-    """kinds: payloads that the push takes (kernels/device/payload.py)."""
-    for weights in uses.weights:
-        for kind in kinds:
-            if kind == QUANTISE:
-                types, numbers, row_words = {"x_ptr": f"*{s.token}"}, {"row_words": s.hidden}, s.hidden
-            else:
-                types, numbers, row_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
-            for ids in uses.ids:
-                given = types | {"topk_idx_ptr": f"*{ids}"}
-                yield KernelRequest.of(low_latency.push(s, kind, weights, row_words), given, numbers)
-        types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
-        for slabs in (False, True) if uses.slabs else (False,):
-            yield KernelRequest.of(low_latency.expand(s, weights, row_words, slabs), types, numbers)
+    """kinds: payloads of the rows that are sent (kernels/device/payload.py)."""
+    recv_types, recv_numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
+    for kind in kinds:
+        if kind == QUANTISE:
+            types, x_words = {"x_ptr": f"*{s.token}"}, s.hidden
+        else:
+            types, _, x_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
+        for weights, ids, slabs in product(uses.weights, uses.ids, (False, True) if uses.slabs else (False,)):
+            plan = low_latency.dispatch(s, kind, weights, x_words, row_words, slabs)
+            given = types | recv_types | {"topk_idx_ptr": f"*{ids}"}
+            yield KernelRequest.of(plan, given, recv_numbers | {"x_words": x_words})

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from triton_ep.kernels.device.codes import QUANTISE
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_of_2
 
-_SUM_PARTS = 2
-_SUM_BYTES = 2**15
-"""Bytes of the sums that a program waits for, over all ranks: half of the registers of four warps."""
-
-MOST_REDUCING = 2**20 - 2**13
-"""Most programs that reduce in a combine: the kernel counts the programs of a launch in 20 bits, and fewer than 2**13
-of them wait."""
+_SUM_BYTES = 2**13
+"""Bytes of the sums that a worker waits for at once, over all ranks. With more, registers spill."""
+_SUM_ELEMENTS = 1024
 
 
 def expanded_rows(interpreted: bool) -> int:
@@ -26,47 +22,32 @@ def summed_rows(interpreted: bool) -> int:
     return 16 if interpreted else 1
 
 
-def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
-    """Push rows and their routing facts to all ranks."""
+def dispatch(s: Shape, payload: int, has_weights: bool, x_words: int, row_words: int, slabs: bool) -> Plan:
+    """Push rows and their routing facts to all ranks, and lay arrived rows out expert by expert.
+
+    x_words, row_words: words of a row that is sent and received; slabs: a slab per expert.
+    """
+    pushed = _columns(s, x_words, 4096 if payload == QUANTISE else 512)
     constexprs = {
         "PAYLOAD": payload,
-        "HAS_WEIGHTS": has_weights,
-        "EP": next_power_of_2(s.experts_per_rank),
-        "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
-        **_columns(s, row_words, 4096 if payload == QUANTISE else 1024),
-        **s.common("TOPK", "KP", "WP"),
-    }
-    return Plan("low_latency_push_kernel", constexprs)
-
-
-def expand(s: Shape, has_weights: bool, row_words: int, slabs: bool) -> Plan:
-    """Lay out arrived rows expert by expert; slabs: in a slab per expert."""
-    constexprs = {
+        "PUSH_TILES": pushed["TILES"],
+        "PUSH_BLOCK": pushed["BLOCK_H"],
         "HAS_SCALES": s.payload is not None,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1 and not slabs,
         "SLABS": slabs,
         "EP": next_power_of_2(s.experts_per_rank),
+        "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
         "ROWS": expanded_rows(s.interpreted),
         **_columns(s, row_words, 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_expand_kernel", constexprs)
+    return Plan("low_latency_dispatch_kernel", constexprs)
 
 
-def _weights_share(s: Shape) -> int:
-    """Tokens of each rank that a program of `send_weights` takes; it holds the weights of up to 256 of all ranks."""
-    return max(min(256 // next_power_of_2(s.world_size), 32), 1)
-
-
-def weight_shares(s: Shape) -> int:
-    """Number of programs of `send_weights` that push, and of those that copy."""
-    return -(-s.max_tokens // _weights_share(s))
-
-
-def send_weights(s: Shape) -> Plan:
-    """Bring weights to the rows of their assignments."""
-    return Plan("low_latency_weights_kernel", {"SHARE": _weights_share(s), **s.common("TOPK", "KP", "WP")})
+def _share(columns: int) -> int:
+    """Tokens of which a messenger sends the weights, one per thread; it compares all pairs of a token's experts."""
+    return max(min(128 // columns, 2048 // columns**2), 1)
 
 
 def wait_signals(s: Shape, by_blocks: bool) -> Plan:
@@ -74,32 +55,35 @@ def wait_signals(s: Shape, by_blocks: bool) -> Plan:
     return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
 
 
-def combine(s: Shape, has_weights: bool) -> Plan:
-    """Sum expert outputs per token, send the sums back, and add the sums of all ranks."""
+def combine(s: Shape, weights: int) -> Plan:
+    """Sum expert outputs per token, send the sums back, and add the sums of all ranks; weights: LL_*_WEIGHTS."""
     ranks, nbytes = next_power_of_2(s.world_size), TOKEN_BYTES[s.token]
     packed = nbytes == 2 and s.hidden % 2 == 0
-    most = min(_SUM_BYTES // (ranks * nbytes), 4096)
-    if (nbytes == 2 and not packed) or ranks > 4:
+    most = min(_SUM_BYTES // (ranks * nbytes), _SUM_ELEMENTS)
+    if nbytes == 2 and not packed:
         most //= 2
     # On a GPU, each thread has at least one word.
-    part = max(min(next_power_of_2(-(-s.hidden // _SUM_PARTS)), most), 256)
+    part = max(min(next_power_of_2(s.hidden), most), 256)
     if s.interpreted:
         part = min(next_power_of_2(s.hidden), 8192)
     constexprs = {
-        "HAS_WEIGHTS": has_weights,
+        "WEIGHTS": weights,
         "ROWS": summed_rows(s.interpreted),
         "PARTS": -(-s.hidden // part),
         "BLOCK_S": part,
         "PACKED": packed,
-        **_columns(s, s.hidden, 8192 if s.interpreted else 1024),
+        "SHARE": _share(next_power_of_2(s.topk)),
+        **_columns(s, s.hidden, 8192 if s.interpreted else 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_combine_kernel", constexprs)
+    return Plan("low_latency_combine_kernel", constexprs, maxnreg=64 if ranks <= 4 else 80 if ranks <= 8 else 128)
 
 
-def reducing_programs(tiles: Mapping[str, int], arrival_rows: int) -> int:
-    """Number of programs that reduce in a combine; tiles: constexprs of its plan. arrival_rows: W * max_tokens."""
-    return -(-arrival_rows // tiles["ROWS"]) * tiles["TILES"]
+def combining_items(tiles: Mapping[str, int], arrival_rows: int, tokens: int) -> tuple[int, int]:
+    """Number of items that the workers of a combine reduce, and sum; tiles: constexprs of its plan. arrival_rows:
+    W * max_tokens."""
+    rows = tiles["ROWS"]
+    return -(-arrival_rows // rows) * tiles["TILES"], -(-tokens // rows) * tiles["PARTS"]
 
 
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:
