@@ -17,7 +17,7 @@ DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_late
 TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True)
 
 
-def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
+def _replay(rank, nodes, ranks_per_node, case, weighted, replays, delay_s):
     world, device = nodes * ranks_per_node, current_heap().device
     draw = random.Random(rank)
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
@@ -26,6 +26,15 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
         xs = [work.x.to(device) for work in mine]
         idxs = [work.topk_idx.to(device) for work in mine]
         x, idx = xs[0].clone(), idxs[0].clone()
+        all_weights = [work.topk_weights.to(device) for work in mine]
+        weights = all_weights[0].clone() if weighted else None
+
+        def feed(each):
+            x.copy_(xs[each])
+            idx.copy_(idxs[each])
+            if weights is not None:
+                weights.copy_(all_weights[each])
+
         # Sums have other signs than tokens, and a sum of this call equals no sum of the previous call in the same half.
         y = torch.empty(layer.config.recv_capacity, case.hidden, dtype=case.dtype, device=device)
         made = {}
@@ -34,27 +43,27 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
             recv_x, _, desc = layer.dispatch(x, idx)
             rows = recv_x.dequantize() if case.payload else recv_x
             torch.mul(rows, -1.5, out=y)
-            made.update(recv_x=rows, out=layer.combine(y, desc), desc=desc)
+            made.update(recv_x=rows, out=layer.combine(y, desc, weights), desc=desc)
 
         pair()  # compiles
         replay = _capture(pair, device)
         # Expected results of each input, from calls that are checked against the sum of its rows.
         want = []
         for each in range(INPUTS):
-            x.copy_(xs[each])
-            idx.copy_(idxs[each])
+            feed(each)
             replay()
             layer.check()
             used = int(made["desc"].expert_offsets[-1])
-            kept = ((idxs[each] >= 0) & (idxs[each] < layer.config.num_experts)).sum(1, keepdim=True)
-            exact = xs[each].double() * -1.5 * kept
-            assert case.payload or bool(((made["out"].double() - exact).abs() <= exact.abs() * 2**-6).all())
+            kept = ((idxs[each] >= 0) & (idxs[each] < layer.config.num_experts)).double()
+            shares = kept if weights is None else kept * all_weights[each].double()
+            exact = xs[each].double() * -1.5 * shares.sum(1, keepdim=True)
+            bound = xs[each].double().abs() * 1.5 * shares.abs().sum(1, keepdim=True) * 2**-6
+            assert case.payload or bool(((made["out"].double() - exact).abs() <= bound).all())
             want.append((used, made["recv_x"][:used].clone(), made["out"].clone()))
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for number in range(replays):
             each = (number * 7 + number // INPUTS) % INPUTS  # the same on all ranks
-            x.copy_(xs[each])
-            idx.copy_(idxs[each])
+            feed(each)
             if draw.random() < 0.02:
                 time.sleep(draw.random() * delay_s)
             replay()
@@ -69,11 +78,11 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
-@pytest.mark.parametrize("payload", [None, "mxfp8"])
-def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
+@pytest.mark.parametrize("payload, weighted", [(None, False), ("mxfp8", False), (None, True)])
+def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload, weighted):
     """`--replays` replays on GPUs, 40 calls on a CPU: rows and sums equal those of the checked calls."""
     if backend == "host":
-        sizes = (replace(TINY, payload=payload), 40 if ranks_per_node == 2 else 8, 0.01)
+        sizes = (replace(TINY, payload=payload), weighted, 40 if ranks_per_node == 2 else 8, 0.01)
     else:
-        sizes = (replace(DECODE, payload=payload), pytestconfig.getoption("--replays"), 0.002)
+        sizes = (replace(DECODE, payload=payload), weighted, pytestconfig.getoption("--replays"), 0.002)
     assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
