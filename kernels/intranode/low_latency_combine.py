@@ -190,6 +190,16 @@ def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: t
 
 
 @triton.jit
+def _copies_of(copy_ptrs, alive, TOPK: tl.constexpr):
+    """Row numbers of the assignments of staging rows, a tuple of [ROWS]; copy_ptrs: [ROWS], first assignment."""
+    # Load all at once; one after the other they would be a chain of loads.
+    copies = ()
+    for k in tl.static_range(TOPK):
+        copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
+    return copies
+
+
+@triton.jit
 def _load_copy(outputs, copy, column, in_row, hidden):
     """Columns `column` of rows `copy` [ROWS] of y; negative = no row."""
     rows = outputs.y_ptr + copy.to(tl.int64)[:, None] * hidden + column
@@ -228,10 +238,7 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
     source = tl.where(is_rank(job, source), source, source - job.num_ranks)
     arrival = tl.where(alive, source * job.max_tokens + token, 0)
     copy_ptrs = outputs.copy_rows_ptr + arrival * choices.TOPK
-    # Load all row numbers at once; one after the other they would be a chain of loads.
-    copies: Any = ()
-    for k in tl.static_range(choices.TOPK):
-        copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
+    copies = _copies_of(copy_ptrs, alive, choices.TOPK)
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     column = (piece * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
     in_row = column < hidden
