@@ -55,6 +55,7 @@ from ..device.job import Job, in_one_node, is_rank, state_at
 from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_bits, turn_of
 from ..device.payload import Choices, RowTile
 from ..device.spin import now_ns, pause
+from ..device.tables import REPORT_TOKENS, report_ptrs
 from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
@@ -274,11 +275,14 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
 
 
 @triton.jit
-def _reduce(job, epoch, worker, workers, outputs, hidden, choices, WP: tl.constexpr, tile):
+def _reduce(job, epoch, placement_ptr, worker, workers, outputs, hidden, choices, WP: tl.constexpr, tile):
     """Sum the outputs of staging rows, items `worker`, `worker + workers`, ...; an item is ROWS rows and a tile."""
     # After a failure store nothing; an early return instead would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
-    groups = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS)
+    ranks = tl.arange(0, WP)
+    tokens = tl.load(report_ptrs(placement_ptr, ranks, REPORT_TOKENS), mask=is_rank(job, ranks), other=0)
+    # At most max_tokens even after a dispatch that failed, and wrote no report.
+    groups = tl.cdiv(job.num_ranks * tl.minimum(tl.max(tokens), job.max_tokens), tile.ROWS)
     for number in range(worker, groups * tile.TILES, workers):
         # The rows of a group lie far apart, so that groups are alike if there are few tokens.
         item = number // tile.TILES + tl.arange(0, tile.ROWS) * groups
@@ -463,7 +467,7 @@ def low_latency_combine_kernel(
             _push_weights(job, epoch, number - 1, outputs, results, choices, launch.SHARE)
     else:
         if sends & works:
-            _reduce(job, epoch, worker, workers, outputs, hidden, choices, WP, tile)
+            _reduce(job, epoch, combine.placement_ptr, worker, workers, outputs, hidden, choices, WP, tile)
         if receives & (worker == last):
             _meet(job, epoch, combine_tag(job, combine), WP)
         if receives & works:

@@ -82,6 +82,7 @@ from ..spec import ep_kernel
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
 _REST = tl.constexpr(64)
+_NOTED = tl.constexpr(256)
 _BYTES_PER_SCALE_WORD = tl.constexpr(128)  # a byte of scales per 32 bytes of data
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
 _CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
@@ -534,10 +535,28 @@ def _note_copies(copy_rows_ptr, arrival, alive, is_copy, copy, choices):
 
 
 @triton.jit
+def _most_tokens(word_of):
+    """Most tokens of a rank in this call; word_of: of `_await_told`."""
+    return tl.max(word_of & _SLOT_MASK)
+
+
+@triton.jit
+def _note_absent(job, worker, workers, most, copy_rows_ptr, choices):
+    """Note that staging rows from `most` on of each source have no assignments; workers share them."""
+    end = job.num_ranks * job.max_tokens * choices.KP
+    for first in range(worker * _NOTED, end, workers * _NOTED):
+        n = first + tl.arange(0, _NOTED)
+        arrival, k = n // choices.KP, n % choices.KP
+        token = arrival - quotient(arrival, job.max_tokens) * job.max_tokens
+        absent = (n < end) & (token >= most) & (k < choices.TOPK)
+        tl.store(copy_rows_ptr + arrival * choices.TOPK + k, tl.full([_NOTED], -1, tl.int32), mask=absent)
+
+
+@triton.jit
 def _expand_item(
     job,
     epoch,
-    number,  # [ROWS], 0 to W * M - 1
+    number,  # [ROWS], 0 to W * _most_tokens(word_of) - 1
     word_of,  # [WP] of `_await_told`
     begin,  # of `_segments_of`
     out,
@@ -546,25 +565,29 @@ def _expand_item(
     choices,
     tile,
 ):
-    """Wait for staging rows `number` and copy them to the output rows of their assignments."""
+    """Wait for staging rows and copy them to the output rows of their assignments. `number` counts those of each source
+    that it may have filled, first those of this rank, because they come earlier."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     wire = wire_of(out.row_words, WORD, MX if parts.HAS_SCALES else WORDS)
-    # First the rows of this rank, which come earlier, then those of the next one.
-    num_arrivals = job.num_ranks * job.max_tokens
-    arrival = job.rank * job.max_tokens + number
-    arrival = tl.where(arrival < num_arrivals, arrival, arrival - num_arrivals)
-    of_source = quotient(arrival, job.max_tokens)
-    token = arrival - of_source * job.max_tokens
+    most = _most_tokens(word_of)
+    turn = quotient(number, most)
+    token = number - turn * most
+    of_source = job.rank + turn
+    of_source = tl.where(is_rank(job, of_source), of_source, of_source - job.num_ranks)
+    arrival = of_source * job.max_tokens + token
     ranks = tl.arange(0, word_of.shape[0])
     word = tl.sum(tl.where(of_source[:, None] == ranks[None, :], word_of[None, :], 0), axis=1)
-    alive = number < num_arrivals
+    alive = number < job.num_ranks * most
     here = alive & (token < (word & _SLOT_MASK))
     first_source = first_of_half(job, epoch)
     staged = first_source * job.max_tokens + arrival
     flag_ptrs = own_buffer(job, LL_ROW_FLAG, tl.int64) + staged
     # The record of an expiry names the source.
     places = first_source + of_source - tl.arange(0, tile.ROWS)
-    if wait_flags(job, flag_ptrs, here, epoch << _CALL_SHIFT, WAIT_LL_ROWS, places):
+    arrived = tl.max(here.to(tl.int32)) == 0
+    if arrived == 0:
+        arrived = wait_flags(job, flag_ptrs, here, epoch << _CALL_SHIFT, WAIT_LL_ROWS, places)
+    if arrived:
         row_ptrs, scale_ptrs = staged_rows(own_buffer(job, LL_STAGE_X, tl.uint8), staged, wire, WORD)
         # In flight while the output rows are computed.
         words, scales = _load_staged(out, row_ptrs, scale_ptrs, here, 0, segments, parts.HAS_SCALES, tile.BLOCK_H)
@@ -599,11 +622,13 @@ def _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, t
     word_of, arrived, alike = _await_told(job, epoch, sizes.WP)
     if arrived & alike:
         total, padded, begin = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
-        groups = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS)
+        most = _most_tokens(word_of)
+        groups = tl.cdiv(job.num_ranks * most, tile.ROWS)
         for group in range(worker, groups, workers):
             # The rows of a group lie far apart, so that groups are alike if there are few tokens.
             number = group + tl.arange(0, tile.ROWS) * groups
             _expand_item(job, epoch, number, word_of, begin, out, segments, parts, choices, tile)
+        _note_absent(job, worker, workers, most, out.copy_rows_ptr, choices)
         if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
             _zero_rest(worker, workers, out, total, padded, segments.capacity, parts, tile)
 
