@@ -12,6 +12,7 @@ Every process holds a pidfd of the caller and exits when the caller ends in any 
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -163,6 +164,7 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
 
         torch.set_num_threads(1)  # a forked child cannot use the threads of its parent's pools
         translate_kernels()
+        gc.freeze()  # children would look through all these objects again and again, and copy their pages
     except BaseException:
         control.send(pickle.dumps(("failed", traceback.format_exc())))
         os._exit(1)
