@@ -484,9 +484,10 @@ class EPAll2AllLayer:
 
         Args:
             rows: [T, H]; with scales, H a multiple of 128.
-            slabs: [e, n, H] and, with scales, [e, c, n] of 32 bits, contiguous, n >= world_size * max_tokens. The rows
-                of local expert i begin at slabs[i, 0]; the first c words of the scales of row j go to [i, :, j]. The
-                rest is left alone. A token that names an expert twice may overflow its slab.
+            slabs: [e, n, H], contiguous, n >= world_size * max_tokens; if rows arrive with scales, also [e, n, H / 32]
+                uint8 or [e, c, n] of 32 bits. The rows of local expert i begin at slabs[i, 0]; the scales of row j go
+                to [i, j], or their first c words to [i, :, j]. The rest is left alone. A token that names an expert
+                twice may overflow its slab.
             split: return a hook, which launches the receiving half.
 
         Returns:

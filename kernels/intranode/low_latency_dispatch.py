@@ -13,7 +13,7 @@ Protocol      Program 0 tells, the next programs push, one per token. The last p
               copy nothing (device/calls.py). Derive from the totals of all sources where each source's rows of each
               expert begin; that plus the slot is the output row. For each staging row, wait for its flag, copy the row,
               store its output rows (for combine). Zero the padding. With slabs, expert i's rows begin at i * slab_rows,
-              nothing is zeroed, and scales go to [e, scale_words, slab_rows], rows as the fast dimension
+              nothing is zeroed; with COLUMNS, scales go to [e, scale_words, slab_rows], rows as the fast dimension
               4 record: wait until every rank has told, as in 3, and write `placement`
 Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], staging row = source rank * M + token;
               ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int32;
@@ -136,7 +136,7 @@ class Received(NamedTuple):
 
     Attributes:
         recv_x_ptr: [R, row_words] words.
-        recv_scale_ptr: [R, row bytes / 32] uint8, or in slabs; written if rows have scales.
+        recv_scale_ptr: [R, row bytes / 32] uint8, or columns; written if rows have scales.
         recv_weights_ptr: [R] float32; written if the call has weights.
         copy_rows_ptr: [W * M, K] int32, output rows of each staging row, -2 = beyond the capacity; then -1.
         placement_ptr: int32 (device/tables.py), up to the number of the dispatch.
@@ -170,8 +170,9 @@ class Segments(NamedTuple):
         capacity: most output rows.
         alignment: segments are padded to multiples of this number of rows.
         slab_rows: rows of the slab of an expert; read with SLABS.
-        scale_words: words of 32 bits of scales that a row has in its slab; read with SLABS.
+        scale_words: words of 32 bits of scales that a row has in its slab; read with COLUMNS.
         SLABS: each expert has a slab of rows, and its rows begin there.
+        COLUMNS: scales of slabs are columns, words of 32 bits; else every row has its bytes.
     """
 
     capacity: Any
@@ -179,6 +180,7 @@ class Segments(NamedTuple):
     slab_rows: Any
     scale_words: Any
     SLABS: tl.constexpr
+    COLUMNS: tl.constexpr
 
 
 class Parts(NamedTuple):
@@ -327,11 +329,11 @@ def _push(job, epoch, token, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
 
 @triton.jit
 def _load_staged(out, row_ptrs, scale_ptrs, here, h, segments, HAS_SCALES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Tile [ROWS, BLOCK_H] of staging rows and their scales: bytes, or with SLABS words of four; without scales the
+    """Tile [ROWS, BLOCK_H] of staging rows and their scales: bytes, or with COLUMNS words of four; without scales the
     data twice."""
-    PAYLOAD: tl.constexpr = MX if HAS_SCALES and not segments.SLABS else WORDS
+    PAYLOAD: tl.constexpr = MX if HAS_SCALES and not segments.COLUMNS else WORDS
     words, scales = load_payload(row_ptrs, scale_ptrs, here, h, out.row_words, PAYLOAD, BLOCK_H)
-    if HAS_SCALES and segments.SLABS:
+    if segments.COLUMNS:
         column = _scale_columns(h, words)
         source = scale_ptrs.to(tl.pointer_type(tl.int32))[:, None] + column[None, :]
         scales = tl.load(source, mask=here[:, None] & (column < segments.scale_words)[None, :], other=0)
@@ -365,7 +367,7 @@ def _store_copies(
     scales,
     h,
     copies,  # tuple of [ROWS] output rows of each staging row, negative = none
-    firsts,  # tuple of [ROWS] of `_slab_scales`; read with scales and SLABS
+    firsts,  # tuple of [ROWS] of `_slab_scales`; read with COLUMNS
     segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
@@ -378,7 +380,7 @@ def _store_copies(
         if tl.max(copy) >= 0:  # most rows have few assignments
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
-            if HAS_SCALES and segments.SLABS:
+            if segments.COLUMNS:
                 column = _scale_columns(h, words)
                 dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + firsts[k][:, None]
                 dest += (column.to(tl.int64) * segments.slab_rows)[None, :]
@@ -605,7 +607,7 @@ def _expand_item(
         copies, firsts = (), ()
         for k in tl.static_range(choices.TOPK):
             copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
-            if parts.HAS_SCALES and segments.SLABS:
+            if segments.COLUMNS:
                 firsts += (tl.sum(tl.where(ks == k, _slab_scales(key, copy, segments), 0), axis=1),)
         for t in tl.static_range(tile.TILES):
             h = t * tile.BLOCK_H

@@ -279,7 +279,7 @@ def test_weights_that_do_not_come(run_ranks, nodes, ranks_per_node):
     run_ranks(_missing_weights, nodes, ranks_per_node)
 
 
-def _slabs(rank, nodes, ranks_per_node, scaled):
+def _slabs(rank, nodes, ranks_per_node, kind):
     # A token names an expert of rank 1 twice, so that expert can get more rows than its slab has.
     case = replace(SMALL, name="slabs", tokens=(8, 5), topk=4, experts=4, drop=0.1, hidden=256)
     world, experts, device = nodes * ranks_per_node, case.experts, current_heap().device
@@ -290,18 +290,26 @@ def _slabs(rank, nodes, ranks_per_node, scaled):
     idx, weights = mine.topk_idx.to(device), mine.topk_weights.to(device)
     words = torch.arange(mine.x.shape[0] * 2, dtype=torch.int32, device=device).view(-1, 2) + 1000 * rank
     data = torch.arange(mine.x.shape[0], device=device).unsqueeze(1).expand(-1, case.hidden) + 100 * rank
+    scaled, mx = kind == "scaled", kind == "mxfp8"
     given = Rows(data.to(torch.uint8).contiguous(), words) if scaled else Rows(mine.x.to(device))
     capacity = world * max(case.tokens) * case.topk
-    plain, slabby = (make_layer(case, rank, nodes, ranks_per_node, capacity=capacity, payload=None) for _ in range(2))
+    plain, slabby = (
+        make_layer(case, rank, nodes, ranks_per_node, capacity=capacity, payload=kind if mx else None) for _ in range(2)
+    )
     with plain, slabby:
         if scaled:
             flat, scales, flat_weights, desc = plain.dispatch_scaled(*given, idx, weights)
         else:
             flat, flat_weights, desc = plain.dispatch(given.data, idx, weights)
-        kind = torch.float8_e4m3fn if scaled else case.dtype
-        slabs = torch.full((experts, num_rows, case.hidden), 3, device=device).to(kind)
-        # Of each row's two words only the first is kept.
-        kept = torch.full((experts, 1, num_rows), -5, dtype=torch.int32, device=device) if scaled else None
+        if mx:
+            flat, scales = flat.qdata, flat.scale.view(torch.uint8)
+        dtype = torch.float8_e4m3fn if scaled or mx else case.dtype
+        slabs = torch.full((experts, num_rows, case.hidden), 3, device=device).to(dtype)
+        kept = None
+        if scaled:  # of each row's two words only the first is kept
+            kept = torch.full((experts, 1, num_rows), -5, dtype=torch.int32, device=device)
+        if mx:
+            kept = torch.full((experts, num_rows, case.hidden // 32), 5, dtype=torch.uint8, device=device)
         row_weights, of_slabs, hook = slabby.dispatch_to_slabs(given, idx, weights, Rows(slabs, kept), True)
         hook()
         counts = desc.num_recv_tokens_per_expert
@@ -310,14 +318,18 @@ def _slabs(rank, nodes, ranks_per_node, scaled):
         assert int(of_slabs.overflow) == int((counts - num_rows).clamp(min=0).sum())
         assert int(of_slabs.overflow) > 0 or rank == 0
         y = torch.zeros_like(flat, dtype=case.dtype)
+        raw = (lambda x: x.view(torch.uint8)) if scaled or mx else (lambda x: x)
         for expert, first in enumerate(desc.expert_offsets[:-1].tolist()):
             n = min(int(counts[expert]), num_rows)
-            assert torch.equal(slabs[expert, :n].view(flat.dtype), flat[first : first + n])
+            assert torch.equal(raw(slabs[expert, :n]), raw(flat[first : first + n]))
             assert torch.equal(row_weights.view(experts, -1)[expert, :n], flat_weights[first : first + n])
             assert (slabs[expert, n:].float() == 3).all()  # left alone
             if scaled:
                 assert torch.equal(kept[expert, 0, :n], scales[first : first + n, 0])
                 assert (kept[expert, 0, n:] == -5).all()
+            if mx:
+                assert torch.equal(kept[expert, :n], scales[first : first + n])
+                assert (kept[expert, n:] == 5).all()
             y[first : first + n] = expert + 1
         outputs = torch.full((experts, num_rows, case.hidden), torch.nan, dtype=case.dtype, device=device)
         inside = torch.arange(num_rows, device=device) < of_slabs.num_recv_tokens_per_expert.unsqueeze(1)
@@ -327,11 +339,11 @@ def _slabs(rank, nodes, ranks_per_node, scaled):
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_rows_go_to_slabs(run_ranks, nodes, ranks_per_node, scaled):
+@pytest.mark.parametrize("kind", ["plain", "scaled", "mxfp8"])
+def test_rows_go_to_slabs(run_ranks, nodes, ranks_per_node, kind):
     """Each expert's rows, weights and scales are those of the expert-major dispatch; memory past them is left alone;
     rows that do not fit are counted and add nothing; combine takes outputs in slabs."""
-    run_ranks(_slabs, nodes, ranks_per_node, scaled)
+    run_ranks(_slabs, nodes, ranks_per_node, kind)
 
 
 def _late(rank, nodes, ranks_per_node, where):

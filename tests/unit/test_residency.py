@@ -153,7 +153,8 @@ def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() 
 def test_two_low_latency_layers_fit_on_a_gpu(ranks: int) -> None:
     """The waiting programs of a dispatch and of a combine, which may be of two layers, fit next to each other."""
     shape = Shape(128, 7168, 8, 256, ranks, ranks)
-    plans = [low_latency.dispatch(shape, WORDS, True, 1792, 1792, slabs=False), low_latency.combine(shape, 0)]
+    dispatch = low_latency.dispatch(shape, WORDS, True, 1792, 1792, slabs=False, columns=False)
+    plans = [dispatch, low_latency.combine(shape, 0)]
     programs = [Program.declared(plan, 4, 128) for plan in plans]
     for one, other in itertools.product(programs, repeat=2):
         taken = [tuning.half_of(1, program) * share_of_one(program) for program in (one, other)]

@@ -46,8 +46,8 @@ def dispatch(
     """Push the rows of x [T, H].
 
     slabs: memory for the received rows, [e, n, H], the rows of each expert from the start of its slab on; for rows with
-    scales also [e, columns, n] of 32 bits, the first `columns` words of the scales of each row. None: rows are
-    expert-major.
+    scales also [e, n, H / 32] uint8, or [e, columns, n] of 32 bits, the first `columns` words of the scales of each
+    row. None: rows are expert-major.
 
     split: launch only the sending half; otherwise one launch does both.
 
@@ -101,7 +101,8 @@ def _launch_dispatch(
     row_bytes = data.shape[-1] * data.element_size()
     recv = as_words(data, row_bytes)
     row_words = row_bytes // recv.element_size()
-    kind = (payload, weights is not None, x_words, row_words, slabs)
+    columns = slabs and scale is not None and scale.dtype != torch.uint8
+    kind = (payload, weights is not None, x_words, row_words, slabs, columns)
     launcher = ctx.launcher(("ll_dispatch", *kind), plans.dispatch, *kind, fmt=fmt)
     groups = -(-cfg.world_size * cfg.max_tokens // launcher.plan.constexprs["ROWS"])
     senders, receivers = 1 + topk_idx.shape[0], 1 + min(groups, low_latency_workers(ctx.device, launcher))
@@ -116,7 +117,7 @@ def _launch_dispatch(
         num_tokens=topk_idx.shape[0],
         x_words=x_words,
         recv_x_ptr=recv,
-        recv_scale_ptr=ctx.no_bytes if scale is None else view_as(scale, torch.uint8) if slabs else scale,
+        recv_scale_ptr=ctx.no_bytes if scale is None else view_as(scale, torch.uint8) if columns else scale,
         recv_weights_ptr=ctx.no_floats if received.weights is None else received.weights,
         copy_rows_ptr=received.copy_rows,
         placement_ptr=desc.placement,
@@ -126,7 +127,7 @@ def _launch_dispatch(
         capacity=data.shape[:-1].numel(),
         alignment=cfg.alignment,
         slab_rows=data.shape[1] if slabs else 0,
-        scale_words=scale.shape[1] if slabs and scale is not None else 0,
+        scale_words=scale.shape[1] if columns and scale is not None else 0,
     )
     if split:
         launch(senders, senders=senders)

@@ -258,7 +258,8 @@ class PrepareFinalize:
         given = a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous()
         recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts)
         assert recv_weights is not None, "given on all ranks"
-        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, recv_x.dim() == 3)
+        in_slabs = isinstance(recv_x, Rows)
+        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, in_slabs)
         # vLLM's kernels look up every id in the expert map, so rows past the received ones get another rank's expert.
         nobody = -1 if expert_map is None else placement.elsewhere
         received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
@@ -269,12 +270,16 @@ class PrepareFinalize:
     ) -> tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
         """Launch the sending half: memory for rows [R, H] or slabs [e, M W, H], weights, descriptor, hook.
 
-        The receiving kernel of a low-latency layer writes slabs itself, but not scales row by row.
+        The receiving kernel of a low-latency layer writes slabs itself.
         """
-        if not self.batched or not layer.config.low_latency or layer.config.payload is not None:
+        if not self.batched or not layer.config.low_latency:
             return layer.dispatch(a1, slots, weights, return_recv_hook=True)
-        slabs = a1.new_empty(max(experts, 1), self.max_tokens * self.ranks, self.hidden)
-        recv_weights, desc, hook = layer.dispatch_to_slabs(Rows(a1), slots, weights, Rows(slabs), True)
+        rows, width = (max(experts, 1), self.max_tokens * self.ranks), self.hidden
+        slabs = Rows(a1.new_empty(*rows, width))
+        if layer.config.payload is not None:
+            data, scale = (a1.new_empty(*rows, n, dtype=torch.uint8) for n in (width, width // 32))
+            slabs = Rows(data.view(torch.float8_e4m3fn), scale)
+        recv_weights, desc, hook = layer.dispatch_to_slabs(Rows(a1), slots, weights, slabs, True)
         assert isinstance(hook, RecvHook), "asked for"
         return slabs, recv_weights, desc, hook
 
@@ -301,7 +306,7 @@ class PrepareFinalize:
 
     def _received(
         self,
-        recv_x: torch.Tensor | MXTensor,
+        recv_x: torch.Tensor | MXTensor | Rows,
         prepared: Prepared,
         quant_config: Any,
         wanted: Any,
@@ -312,13 +317,16 @@ class PrepareFinalize:
         desc = prepared.desc
         # Layers have as many places on every rank as the largest rank needs; unused places receive no rows.
         counts = desc.num_recv_tokens_per_expert[: placement.experts]
-        rows: torch.Tensor = recv_x
-        scales: torch.Tensor | None = None
-        if isinstance(recv_x, MXTensor):
+        rows: torch.Tensor
+        scales: torch.Tensor | None
+        if isinstance(recv_x, Rows):
+            rows = recv_x.data[: placement.experts]
+            scales = None if recv_x.scale is None else recv_x.scale[: placement.experts]
+        elif isinstance(recv_x, MXTensor):
             rows, scales = recv_x.qdata, recv_x.scale.view(torch.uint8)
-        if prepared.in_slabs:
-            rows = rows[: placement.experts]
-        elif self.batched:
+        else:
+            rows, scales = recv_x, None
+        if self.batched and not prepared.in_slabs:
             slab = self.max_tokens * self.ranks
             rows = _slabs(rows, desc, placement.experts, slab)
             if scales is not None:

@@ -245,7 +245,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
 def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
     if uses.fp8_rows:
-        yield from _low_latency_dispatch(_scaled(s), [MX], uses)
+        yield from _low_latency_dispatch(_scaled(s), [MX], uses, scaled=True)
     hidden = {"hidden": s.hidden}
     kinds = [LL_NO_WEIGHTS] * (False in uses.weights) + [LL_ROW_WEIGHTS, LL_TOKEN_WEIGHTS] * (True in uses.weights)
     for kind in kinds:
@@ -255,8 +255,10 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
         yield KernelRequest.of(low_latency.wait_signals(s, by_blocks))
 
 
-def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:
-    """kinds: payloads of the rows that are sent (kernels/device/payload.py)."""
+def _low_latency_dispatch(
+    s: Shape, kinds: list[int], uses: LayerCalls, scaled: bool = False
+) -> Iterator[KernelRequest]:
+    """kinds: payloads of the rows that are sent (kernels/device/payload.py). scaled: rows with scales of the caller."""
     recv_types, recv_numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
     for kind in kinds:
         if kind == QUANTISE:
@@ -264,6 +266,8 @@ def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Itera
         else:
             types, _, x_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
         for weights, ids, slabs in product(uses.weights, uses.ids, (False, True) if uses.slabs else (False,)):
-            plan = low_latency.dispatch(s, kind, weights, x_words, row_words, slabs)
+            # Of MXTensors the slabs keep scales row by row, of one-byte rows of the caller in columns.
+            columns = slabs and scaled
+            plan = low_latency.dispatch(s, kind, weights, x_words, row_words, slabs, columns)
             given = types | recv_types | {"topk_idx_ptr": f"*{ids}"}
             yield KernelRequest.of(plan, given, recv_numbers | {"x_words": x_words})

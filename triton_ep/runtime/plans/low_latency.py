@@ -22,10 +22,13 @@ def summed_rows(interpreted: bool) -> int:
     return 16 if interpreted else 1
 
 
-def dispatch(s: Shape, payload: int, has_weights: bool, x_words: int, row_words: int, slabs: bool) -> Plan:
+def dispatch(
+    s: Shape, payload: int, has_weights: bool, x_words: int, row_words: int, slabs: bool, columns: bool
+) -> Plan:
     """Push rows and their routing facts to all ranks, and lay arrived rows out expert by expert.
 
-    x_words, row_words: words of a row that is sent and received; slabs: a slab per expert.
+    x_words, row_words: words of a row that is sent and received; slabs: a slab per expert; columns: with slabs, scales
+    are columns.
     """
     pushed = _columns(s, x_words, 4096 if payload == QUANTISE else 512)
     constexprs = {
@@ -36,6 +39,7 @@ def dispatch(s: Shape, payload: int, has_weights: bool, x_words: int, row_words:
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1 and not slabs,
         "SLABS": slabs,
+        "COLUMNS": columns,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
         "ROWS": expanded_rows(s.interpreted),
