@@ -76,7 +76,7 @@ class Outputs(NamedTuple):
     Attributes:
         y_ptr: [R, H].
         weights_ptr: [R] float32 with LL_ROW_WEIGHTS, [T, K] with LL_TOKEN_WEIGHTS, else not read.
-        copy_rows_ptr: [W * M, K] int32, from the expand kernel: rows of the assignments first, then -1.
+        copy_rows_ptr: [W * M, K] int32, from the dispatch: rows of the assignments first, then -1.
         WEIGHTS: LL_*_WEIGHTS (device/codes.py); with weights, each row is multiplied by its own.
     """
 
@@ -121,7 +121,7 @@ class Results(NamedTuple):
 
     Attributes:
         out_ptr: [T, H].
-        kept_idx_ptr: [T, K] int32, from the push kernel.
+        kept_idx_ptr: [T, K] int32, from the dispatch, -1 = dropped.
         num_tokens: T.
     """
 
@@ -214,7 +214,8 @@ def _weighted(value, outputs, copy, bits, k, WEIGHTS: tl.constexpr):
     if WEIGHTS == _ROW_WEIGHTS:
         value *= tl.load(outputs.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
     elif WEIGHTS == _TOKEN_WEIGHTS:
-        here = tl.arange(0, bits.shape[1])[None, :] == k
+        # The word of an assignment that a row does not have is left from an earlier call.
+        here = (tl.arange(0, bits.shape[1])[None, :] == k) & (copy >= 0)[:, None]
         value *= tl.sum(tl.where(here, bits, 0), axis=1).to(tl.float32, bitcast=True)[:, None]
     return value
 

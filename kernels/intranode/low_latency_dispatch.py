@@ -537,6 +537,17 @@ def _note_copies(copy_rows_ptr, arrival, alive, is_copy, copy, choices):
 
 
 @triton.jit
+def _by_k(values, TOPK: tl.constexpr):
+    """The first TOPK columns of `values` [ROWS, KP], a tuple of [ROWS]."""
+    # Every thread needs all of them: keep them in registers, because memory would be a chain of loads.
+    ks = tl.arange(0, values.shape[1])[None, :]
+    columns = ()
+    for k in tl.static_range(TOPK):
+        columns += (tl.sum(tl.where(ks == k, values, 0), axis=1),)
+    return columns
+
+
+@triton.jit
 def _most_tokens(word_of):
     """Most tokens of a rank in this call; word_of: of `_await_told`."""
     return tl.max(word_of & _SLOT_MASK)
@@ -603,12 +614,10 @@ def _expand_item(
             weights = tl.load(meta_weights_ptr + meta, mask=here[:, None], other=0.0)
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
-        # Every thread needs all output rows: keep them in registers, because memory would be a chain of loads.
-        copies, firsts = (), ()
-        for k in tl.static_range(choices.TOPK):
-            copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
-            if segments.COLUMNS:
-                firsts += (tl.sum(tl.where(ks == k, _slab_scales(key, copy, segments), 0), axis=1),)
+        copies = _by_k(copy, choices.TOPK)
+        firsts = copies
+        if segments.COLUMNS:
+            firsts = _by_k(_slab_scales(key, copy, segments), choices.TOPK)
         for t in tl.static_range(tile.TILES):
             h = t * tile.BLOCK_H
             if t > 0:

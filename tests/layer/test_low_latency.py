@@ -219,6 +219,10 @@ def _late_weights(rank, nodes, ranks_per_node, name):
             rows, _, desc = layer.dispatch(x, idx)
             live.append((came, rows, known, desc, weights))
             if call % 2:  # two in flight, combined in the other order; one combine without weights in between
+                # What is left of these weights in both halves must not be used again, in rows with fewer assignments.
+                for _, rows, _, desc, weights in live:
+                    for _ in range(2):
+                        layer.combine(rows, desc, torch.full_like(weights, torch.nan))
                 for came, rows, known, desc, weights in reversed(live):
                     # A row times a sum of weights may overflow fp16.
                     y = (rows / 64).to(case.dtype)

@@ -203,17 +203,8 @@ class PrepareFinalize:
                 or the placement differs from the first call's.
             Others: as `EPAll2AllLayer.dispatch`.
         """
-        hook, receiver = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        hook()
+        given = a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
+        _, receiver = self.prepare_async(*given, defer_input_quant, split=False)
         return receiver()
 
     def prepare_async(
@@ -226,9 +217,12 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool = False,
+        *,
+        split: bool = True,
     ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
         """The sending half of `prepare`. Returns (hook, receiver): call the hook, which launches the receiving half,
-        then the receiver, which returns the results of `prepare`."""
+        then the receiver, which returns the results of `prepare`. split=False: both halves are launched, the hook does
+        nothing."""
         self._check(a1, topk_weights, topk_ids, num_experts)
         apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
         defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
@@ -256,7 +250,7 @@ class PrepareFinalize:
         batch = 0 if self._micro_batch is None else self._micro_batch()
         layer = self._layer(batch, payload)
         given = a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous()
-        recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts)
+        recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts, split)
         assert recv_weights is not None, "given on all ranks"
         in_slabs = isinstance(recv_x, Rows)
         self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, in_slabs)
@@ -266,22 +260,30 @@ class PrepareFinalize:
         return hook, received
 
     def _send(
-        self, layer: EPAll2AllLayer, a1: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, experts: int
+        self,
+        layer: EPAll2AllLayer,
+        a1: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        experts: int,
+        split: bool,
     ) -> tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-        """Launch the sending half: memory for rows [R, H] or slabs [e, M W, H], weights, descriptor, hook.
+        """Launch a dispatch, or its sending half: memory for rows [R, H] or slabs [e, M W, H], weights, descriptor,
+        hook.
 
         The receiving kernel of a low-latency layer writes slabs itself.
         """
         if not self.batched or not layer.config.low_latency:
-            return layer.dispatch(a1, slots, weights, return_recv_hook=True)
+            if split:
+                return layer.dispatch(a1, slots, weights, return_recv_hook=True)
+            return *layer.dispatch(a1, slots, weights), _nothing
         rows, width = (max(experts, 1), self.max_tokens * self.ranks), self.hidden
         slabs = Rows(a1.new_empty(*rows, width))
         if layer.config.payload is not None:
             data, scale = (a1.new_empty(*rows, n, dtype=torch.uint8) for n in (width, width // 32))
             slabs = Rows(data.view(torch.float8_e4m3fn), scale)
-        recv_weights, desc, hook = layer.dispatch_to_slabs(Rows(a1), slots, weights, slabs, True)
-        assert isinstance(hook, RecvHook), "asked for"
-        return slabs, recv_weights, desc, hook
+        recv_weights, desc, hook = layer.dispatch_to_slabs(Rows(a1), slots, weights, slabs, split)
+        return slabs, recv_weights, desc, hook if isinstance(hook, RecvHook) else _nothing
 
     def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
         """Raise InputError for arguments that the layer knows under other names; the layer checks the rest."""
