@@ -90,13 +90,13 @@ class Launch(NamedTuple):
     """Programs of a launch: those that tell and push weights come first.
 
     Attributes:
-        senders: their number.
+        first_waiting: their number.
         halves: LL_SENDS | LL_RECEIVES (device/codes.py): what the workers do.
         others: programs of the call, in both launches, but one.
         SHARE: tokens of which a messenger sends the weights.
     """
 
-    senders: Any
+    first_waiting: Any
     halves: Any
     others: Any
     SHARE: tl.constexpr
@@ -457,11 +457,11 @@ def low_latency_combine_kernel(
     epoch = turn_of(turn_ptr)
     sends, receives = (launch.halves & _SENDS) > 0, (launch.halves & _RECEIVES) > 0
     number = tl.program_id(0)
-    worker, last = number - launch.senders, tl.num_programs(0) - launch.senders - 1
+    worker, last = number - launch.first_waiting, tl.num_programs(0) - launch.first_waiting - 1
     # The last one only meets, unless it is the only one.
     workers = tl.maximum(last, 1)
     works = worker < workers
-    if number < launch.senders:
+    if number < launch.first_waiting:
         if number == 0:
             _tell(job, epoch, combine_tag(job, combine), WP)
         elif outputs.WEIGHTS == _TOKEN_WEIGHTS:

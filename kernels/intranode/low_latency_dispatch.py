@@ -155,11 +155,11 @@ class Launch(NamedTuple):
     """Programs of a launch: those that send come first.
 
     Attributes:
-        senders: programs that tell and push; if there are more, the others receive.
+        first_waiting: number of programs that tell and push; if there are more, the others receive.
         others: programs of the call, in both launches, but one.
     """
 
-    senders: Any
+    first_waiting: Any
     others: Any
 
 
@@ -685,7 +685,7 @@ def low_latency_dispatch_kernel(
     turn_ptr = state_at(job, EPOCH_LL_DISPATCH)
     epoch = turn_of(turn_ptr)
     number, last = tl.program_id(0), tl.num_programs(0) - 1
-    senders = launch.senders
+    senders = launch.first_waiting
     if number < senders:
         if number == 0:
             _tell(job, epoch, tokens, choices, sizes)

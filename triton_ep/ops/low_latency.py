@@ -130,9 +130,9 @@ def _launch_dispatch(
         scale_words=scale.shape[1] if columns and scale is not None else 0,
     )
     if split:
-        launch(senders, senders=senders)
-        return partial(launch, receivers, senders=0)
-    launch(senders + receivers, senders=senders)
+        launch(senders, first_waiting=senders)
+        return partial(launch, receivers, first_waiting=0)
+    launch(senders + receivers, first_waiting=senders)
     return _no_more
 
 
@@ -178,10 +178,10 @@ def combine(
     if split:
         sending, receiving = senders + reducing + meeting, max(summing + meeting, 1)
         others = sending + receiving - 1
-        launch(sending, y_ptr=y, halves=LL_SENDS, senders=senders, others=others)
-        return out, partial(launch, receiving, y_ptr=out, halves=LL_RECEIVES, senders=0, others=others)
+        launch(sending, y_ptr=y, halves=LL_SENDS, first_waiting=senders, others=others)
+        return out, partial(launch, receiving, y_ptr=out, halves=LL_RECEIVES, first_waiting=0, others=others)
     both = senders + max(reducing, summing) + meeting
-    launch(both, y_ptr=y, halves=LL_SENDS | LL_RECEIVES, senders=senders, others=both - 1)
+    launch(both, y_ptr=y, halves=LL_SENDS | LL_RECEIVES, first_waiting=senders, others=both - 1)
     return out, _no_more
 
 

@@ -1,7 +1,7 @@
 """Chaos mode: the interpreter orders as badly as a GPU may, so that ordering bugs show on a CPU.
 
 Programs of a grid run in random order. If a kernel has the argument `first_waiting`, programs from that number on run
-after the others, for which they wait; while they wait, unreleased stores of the others become visible bit by bit.
+after the others, for which they wait; while they wait, unreleased stores become visible bit by bit.
 Masked-off lanes of loads without `other`, and of atomics, hold garbage. Plain stores to heap ranges stay invisible to
 peers until they are properly released (held.py).
 
@@ -162,7 +162,10 @@ class ChaosExecutor(_StockExecutor):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all programs of the grid."""
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        interpreter.interpreter_builder.let_programs_wait_from(given.get("first_waiting", 0))
+        first = given.get("first_waiting", 0)
+        for group in given.values():  # a kernel may have it in a group of arguments
+            first = getattr(group, "first_waiting", first)
+        interpreter.interpreter_builder.let_programs_wait_from(first)
         try:
             return super().__call__(*args, **kwargs)
         finally:

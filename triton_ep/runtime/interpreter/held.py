@@ -7,8 +7,8 @@ A plain store to a heap range is held back. It passes through these states, as a
     released   a release at GPU scope came after that: covered by any later system-scope release
     visible    a release at system scope by the same program came after `ordered`, or after `released`
 
-Stores that a program leaves unreleased stay hidden until the kernel ends, or become visible bit by bit if later
-programs of the kernel wait for them (`leak`). Loads, atomics and stores of this process that overlap a held store apply
+Unreleased stores stay hidden until the kernel ends, or become visible bit by bit if programs of the kernel wait for
+them (`leak`). Loads, atomics and stores of this process that overlap a held store apply
 its overlapping elements first, so a process always sees its own memory in order. Addresses are those of this process.
 Independent of Triton.
 """
@@ -140,16 +140,18 @@ class HeldStores:
         self._ordered, self._fresh = [], []
 
     def leak(self) -> None:
-        """Make some unreleased elements of one store visible whose program has ended."""
-        if not self._abandoned:
+        """Make some unreleased elements of one store visible, also of the program that runs, which may wait itself."""
+        filled = [stores for stores in self._lists() if stores]
+        if not filled:
             return
-        which = int(self._rng.integers(len(self._abandoned)))
-        store = self._abandoned[which]
+        stores = filled[int(self._rng.integers(len(filled)))]
+        which = int(self._rng.integers(len(stores)))
+        store = stores[which]
         hit = self._rng.random(store.addrs.size) < 0.5
         self._write(store.addrs[hit], store.values[hit])
         store.addrs, store.values = store.addrs[~hit], store.values[~hit]
         if not store.addrs.size:
-            del self._abandoned[which]
+            del stores[which]
 
     def end_of_kernel(self) -> None:
         """Make all stores visible."""
