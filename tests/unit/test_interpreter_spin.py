@@ -1,6 +1,5 @@
 """Waiting kernels: they end at their timeout, yield the core, and can be ended by a hook."""
 
-import itertools
 import subprocess
 import sys
 import time
@@ -93,8 +92,7 @@ def test_the_hook_is_called_about_every_20_ms() -> None:
     calls: list[float] = []
     interpreter.set_wait_hook(lambda: calls.append(time.monotonic()))
     _wait(torch.zeros(1, dtype=torch.int64), 400 * MS)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(calls)]
-    assert min(gaps) >= 0.0199
+    # Not the gaps between calls: on a busy machine a call may come late, and the next one in time.
     assert 2 <= len(calls) <= 21
     interpreter.set_wait_hook(None)
     before = len(calls)

@@ -3,6 +3,7 @@
 import pytest
 
 import triton_ep.runtime.launch  # noqa: F401  before the kernels: decides how they run
+from triton_ep.kernels.device.codes import LL_NO_WEIGHTS
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.ops import tuning
 from triton_ep.runtime.plans import exchange, low_latency
@@ -27,12 +28,12 @@ def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_
 
 
 def test_sums_that_wait_leave_room_for_what_they_wait_for():
-    """Waiting programs of a low-latency combine are half of those that fit; with few tokens each has one part."""
+    """Waiting programs of a low-latency combine are half of those that fit, four per multiprocessor."""
     spec = all_kernels()["low_latency_combine_kernel"]
-    program = Program.declared(low_latency.combine(DECODE, False), spec.num_warps, spec.maxnreg)
+    program = Program.declared(low_latency.combine(DECODE, LL_NO_WEIGHTS), spec.num_warps, spec.maxnreg)
     waiting = tuning.half_of(132, program)
     assert 2 * waiting <= 132 * per_multiprocessor(program)
-    assert 1 + 128 * low_latency.combine(DECODE, False).constexprs["PARTS"] <= waiting
+    assert waiting == 4 * 132
     # However the programs of one layer are placed, those of another layer have room.
     assert waiting <= most_waiting(132, program, program, 2 * 132)
 
@@ -43,7 +44,7 @@ def test_sums_that_wait_leave_room_for_what_they_wait_for():
 def test_no_word_of_a_sum_is_polled_by_two_threads(hidden, world_size, token):
     """Two threads may see different values, but the loop around the poll must end for all of them at once."""
     shape = Shape(64, hidden, 2, 64, world_size=world_size, local_world_size=world_size, low_latency=True, token=token)
-    plan = low_latency.combine(shape, has_weights=False)
+    plan = low_latency.combine(shape, LL_NO_WEIGHTS)
     values = plan.constexprs
     assert values["BLOCK_S"] // (2 if values["PACKED"] else 1) >= 32 * all_kernels()[plan.kernel].num_warps
     assert values["PACKED"] == (token != "fp32" and hidden % 2 == 0)

@@ -160,8 +160,8 @@ def combine(
     tiles, num_tokens = launcher.plan.constexprs, out.shape[0]
     senders = 1 + (-(-num_tokens // tiles["SHARE"]) if kind == LL_TOKEN_WEIGHTS else 0)
     most = low_latency_workers(ctx.device, launcher)
-    items = plans.combining_items(tiles, copy_rows.shape[0], num_tokens)
-    reducing, summing = (min(number, most) for number in items)
+    reduced, summed = plans.combining_items(tiles, copy_rows.shape[0], num_tokens)
+    reducing, summing = min(reduced, most), min(summed, most)
     meeting = 0 if INTERPRETING else 1
     launch = partial(
         launcher.launch,
