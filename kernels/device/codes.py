@@ -194,7 +194,7 @@ STATE_WORDS = 15
 # In call 7, a rank that sends 3 tokens with weights (HOST_WEIGHTS = 2) publishes 0x00000007_00020003.
 LL_WORD_SHIFT = 16
 LL_CALL_SHIFT = 32
-"""Also in the flags of a low-latency combine: the call's number from this bit on, its tag below."""
+"""Also in the words of a low-latency combine: the call's number from this bit on, below it a flag's tag or a weight."""
 
 # intranode/low_latency_combine.py: what a launch does, and whose weights multiply the rows.
 LL_SENDS = 1

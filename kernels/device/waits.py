@@ -39,8 +39,8 @@ TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; returns False if the wait expired.
 
-    Flags may wrap: a flag less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
-    half of a word, which overflows after some hours of decoding.
+    Flags may wrap: a flag less than 2**63 ahead counts as reached. Flags of low-latency calls hold the call's number in
+    the upper half of a word, which overflows after some hours of decoding.
     flag_ptrs: block of pointers to this rank's own flags. In the status record, flag i of the block is flag
     `first_index` + i of its buffer; first_index: a number, or one for each i. Pairs with `release_flags` on the
     writer's side.

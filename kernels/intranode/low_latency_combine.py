@@ -59,12 +59,11 @@ from ..device.tables import REPORT_TOKENS, report_ptrs
 from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
-_TOLD = tl.constexpr(codes.LL_CALL_SHIFT)
+_CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
 _SENDS = tl.constexpr(codes.LL_SENDS)
 _RECEIVES = tl.constexpr(codes.LL_RECEIVES)
 _ROW_WEIGHTS = tl.constexpr(codes.LL_ROW_WEIGHTS)
 _TOKEN_WEIGHTS = tl.constexpr(codes.LL_TOKEN_WEIGHTS)
-_NUMBER = tl.constexpr(32)
 _BITS = tl.constexpr(0xFFFFFFFF)
 _POLLS_AWAKE = tl.constexpr(8)  # polls that `pause` counts as one, so that a program sleeps later
 _LOOKS = tl.constexpr(16)  # polls between two checks of the clock and the status record
@@ -146,13 +145,13 @@ def _push_weights(job, epoch, share, outputs, results, choices, SHARE: tl.conste
     dest = tl.load(table_ptrs(job, LL_WEIGHTS, owner), mask=sent, other=0).to(tl.pointer_type(tl.int64))
     dest += ((first_of_half(job, epoch) + job.rank) * job.max_tokens + token)[:, None] * choices.TOPK + position
     bits = weights.to(tl.int32, bitcast=True).to(tl.int64) & _BITS
-    tl.store(dest, epoch << _NUMBER | bits, mask=sent)
+    tl.store(dest, epoch << _CALL_SHIFT | bits, mask=sent)
 
 
 @triton.jit
 def _lacking(words, wanted, epoch):
     """Mask of the wanted words that are not of this combine."""
-    return wanted & ((words >> _NUMBER).to(tl.int32) != epoch.to(tl.int32))
+    return wanted & ((words >> _CALL_SHIFT).to(tl.int32) != epoch.to(tl.int32))
 
 
 @triton.jit
@@ -227,7 +226,7 @@ def _tell(job, epoch, tag, WP: tl.constexpr):
     peers = tl.arange(0, WP)
     told = is_rank(job, peers) & healthy
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, told, tl.int64) + first_of_half(job, epoch) + job.rank
-    release_flags(flag_ptrs, told, tl.zeros([WP], tl.int64) + (epoch << _TOLD | tag))
+    release_flags(flag_ptrs, told, tl.zeros([WP], tl.int64) + (epoch << _CALL_SHIFT | tag))
 
 
 @triton.jit
@@ -297,7 +296,7 @@ def _meet(job, epoch, tag, WP: tl.constexpr):
     in_group = is_rank(job, peers)
     first = first_of_half(job, epoch)
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
-    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _TOLD, WAIT_LL_PARTIALS, first)
+    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _CALL_SHIFT, WAIT_LL_PARTIALS, first)
     if arrived:
         tags = seen.to(tl.int32)
         # The host raises, so sums of rows of different calls are not used.
@@ -330,7 +329,7 @@ def _report_late(job, epoch, late, WP: tl.constexpr):
     """Write the status record for words of the ranks in the mask `late` [WP] that did not arrive."""
     peers = tl.arange(0, WP)
     first = first_of_half(job, epoch)
-    expected = epoch << _TOLD
+    expected = epoch << _CALL_SHIFT
     told = tl.load(own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers, mask=late, other=0)
     # A rank that has published its number, but whose words are missing, counts as one call behind.
     told = tl.where(late, tl.minimum(told, expected - 1), expected)
