@@ -45,6 +45,9 @@ peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, with
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
 	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py \
 	  tests/integrations/test_sglang_deep_ep.py tests/integrations/test_vllm_own.py
+	# Apart from the others, which fail at its import: the wheel lacks the CUDA library, and is only read.
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-te transformer-engine==2.20.2
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS)-te $(BIN)/python -m pytest tests/te/test_ep_signatures.py
 
 chaos: $(TOOLS)  ## the tests with ranks in chaos mode, under three seeds
 	$(RUN) -m pytest tests -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)

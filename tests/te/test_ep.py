@@ -12,7 +12,7 @@ import triton_ep.integrations.te as te
 from triton_ep import MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.errors import CapacityError, ConfigError, InputError, PeerFailed
-from triton_ep.integrations.te import symmetric
+from triton_ep.integrations.te import ep, symmetric
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.reference import mxfp8 as mxfp8_reference
 from triton_ep.testing import Workload, make_workload
@@ -162,6 +162,99 @@ def test_tensors_of_the_caller_and_leading_dimensions(run_ranks, nodes, ranks_pe
     run_ranks(_check_callers_tensors, nodes, ranks_per_node)
 
 
+def _check_callers_mxfp8(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device, recipe = nodes * ranks_per_node, current_heap().device, te.MXFP8BlockScaling()
+    capacity = 2 * MOST * TOPK
+    te.ep_bootstrap(dist.group.WORLD, EXPERTS * world_size, MOST, HIDDEN, TOPK, recv_capacity_per_rank=capacity)
+    try:
+        options = {"dispatch_fwd_quant_recipe": recipe, "combine_bwd_quant_recipe": recipe}
+        buffer = _buffer(recv_capacity_per_rank=capacity, **options)
+        work = make_workload(rank, world_size, 8, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * world_size, drop=0.0)
+        sizes = capacity * (HIDDEN + HIDDEN // 32)
+        given = torch.zeros(sizes, dtype=torch.uint8, device=device)
+        target = torch.zeros(sizes // 2, dtype=torch.bfloat16, device=device)
+        found = []
+        for recv_tokens, grad_out in ((None, None), (given, target)):
+            x = work.x.clone().to(device).requires_grad_()
+            idx, weights = work.topk_idx.to(device), work.topk_weights.to(device)
+            rows, _, _ = te.ep_dispatch(buffer, x, idx, weights, recv_tokens=recv_tokens)
+            out = te.ep_combine(buffer, rows.dequantize(), num_local_tokens=8, grad_out=grad_out)
+            out.backward(work.x.to(device))
+            used = int(buffer.total_recv_tokens)
+            parts = [each.detach()[:used].clone() for each in (rows.qdata.view(torch.uint8), rows.scale)]
+            found.append([*parts, out.detach(), x.grad])
+        assert all(map(torch.equal, *found))
+        assert used and rows.qdata.data_ptr() == given.data_ptr()
+        elements, scales = given[: capacity * HIDDEN].view(capacity, HIDDEN), given[capacity * HIDDEN :]
+        assert torch.equal(elements[:used], parts[0])
+        assert torch.equal(scales.view(capacity, HIDDEN // 32)[:used], parts[1].view(torch.uint8))
+        # The gradient of the rows: those of this rank's own tokens, quantised, in the bytes of `target`.
+        data, scale = target.view(torch.uint8).split([capacity * HIDDEN, capacity * HIDDEN // 32])
+        gradient = mxfp8_reference.dequantize(
+            data.view(torch.float8_e4m3fn).view(capacity, HIDDEN).cpu(), scale.view(capacity, -1).cpu(), torch.bfloat16
+        )
+        assert torch.equal(gradient[:used], rows.dequantize()[:used].detach().cpu())  # x was the gradient, too
+    finally:
+        te.ep_finalize()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_mxfp8_in_tensors_of_the_caller(run_ranks, nodes, ranks_per_node):
+    """Rows and combine's gradient in MXFP8 land in the caller's bytes, elements before scales."""
+    run_ranks(_check_callers_mxfp8, nodes, ranks_per_node)
+
+
+def _check_primitives(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    for capacity in (world_size * MOST * TOPK, MOST):
+        te.ep_bootstrap(
+            dist.group.WORLD,
+            EXPERTS * world_size,
+            MOST,
+            HIDDEN,
+            TOPK,
+            recv_capacity_per_rank=capacity,
+            drop_on_overflow=True,
+        )
+        try:
+            buffer = _buffer(recv_capacity_per_rank=capacity)
+            works = [make_workload(r, world_size, MOST - r, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * world_size,
+                                   drop=0.0) for r in range(world_size)]  # fmt: skip
+            x, idx, weights = (
+                each.to(device) for each in (works[rank].x, works[rank].topk_idx, works[rank].topk_weights)
+            )
+            per_expert = ep.ep_prepare(buffer, idx)
+            assert per_expert is buffer.tokens_per_expert
+            prepared = [per_expert.tolist(), buffer.total_recv_tokens.tolist()]
+            rows, row_weights = torch.full((capacity, HIDDEN), 7.0).to(x), torch.full((capacity,), 7.0, device=device)
+            ep._ep_dispatch_raw(buffer, idx, x, weights, rows, row_weights)
+            assert prepared == [buffer.tokens_per_expert.tolist(), buffer.total_recv_tokens.tolist()]
+            want = dispatch_reference.dispatch(
+                [w.x for w in works], [w.topk_idx for w in works], [w.topk_weights for w in works], rank,
+                EXPERTS * world_size, 1,
+            )  # fmt: skip
+            all_rows, kept = len(want.recv_x), min(len(want.recv_x), capacity)
+            assert prepared[1] == [all_rows] and sum(prepared[0]) == kept
+            assert (kept < all_rows) == (capacity == MOST)
+            assert torch.equal(rows[:kept].cpu(), want.recv_x[:kept])
+            assert torch.equal(row_weights[:kept].cpu(), want.recv_weights[:kept])
+            result = torch.full((len(x) + 2, HIDDEN), 7.0).to(x)
+            ep._ep_combine_raw(buffer, rows, result)
+            assert not result[len(x) :].any()
+            if kept == all_rows:  # else rows beyond a capacity of other ranks are missing, too
+                assert torch.equal(result[: len(x)].cpu(), (works[rank].x.double() * TOPK).bfloat16())
+            with pytest.raises(InputError, match="result is"):
+                ep._ep_combine_raw(buffer, rows, result.float())
+        finally:
+            te.ep_finalize()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_primitives_without_gradients(run_ranks, nodes, ranks_per_node):
+    """The calls of run_ep.py: prepare counts what dispatch then receives, dropped rows in the total only."""
+    run_ranks(_check_primitives, nodes, ranks_per_node)
+
+
 def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
     group, device = dist.group.WORLD, current_heap().device
     with pytest.raises(RuntimeError, match=r"EpBuffer requires ep_bootstrap\(\) to be called first\."):
@@ -207,8 +300,8 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
         with pytest.raises(InputError if rank else PeerFailed, match=r"must be float32|rank 1 rejected its arguments"):
             te.ep_dispatch(buffer, x, idx, weights.double() if rank else weights)
         quantising = _buffer(dispatch_fwd_quant_recipe=te.MXFP8BlockScaling())
-        with pytest.raises(InputError, match="recv_tokens cannot hold them"):
-            te.ep_dispatch(quantising, x, idx, weights, recv_tokens=x)
+        with pytest.raises(InputError, match=r"recv_tokens is \[64, 3\] .* it must be contiguous, with room for"):
+            te.ep_dispatch(quantising, x, idx, weights, recv_tokens=x.t())
         rows, _, _ = te.ep_dispatch(buffer, x, idx, weights)
         with pytest.raises(InputError, match="num_local_tokens is 2"):
             te.ep_combine(buffer, rows, num_local_tokens=2)
@@ -241,6 +334,8 @@ def _check_symmetric(rank: int, nodes: int, ranks_per_node: int) -> None:
             assert (words == 1.0 + peer).all()
     with pytest.raises(InputError, match="symmetric memory of this rank is on"):
         te.symm_mem_alloc((1,), torch.float32, group, "meta")
+    with pytest.raises(InputError, match="use_pool=True is not supported"):
+        te.symm_mem_alloc((1,), torch.float32, group, use_pool=True, backend="NCCL")
     te.ep_bootstrap(group, EXPERTS * size, MOST, HIDDEN, TOPK)
     try:
         work = _works(size, 0)[rank]

@@ -24,6 +24,7 @@ from deep_ep.utils.event import EventOverlap
 import transformer_engine
 from transformer_engine.pytorch import ep
 from transformer_engine.pytorch import installed
+from transformer_engine.pytorch.ep import _ep_combine_raw, _ep_dispatch_raw, ep_prepare, is_symm_backed, symm_mem_alloc
 
 assert Buffer.__module__ == "triton_ep.integrations.deep_ep.buffer"
 assert deep_ep.buffers.elastic.ElasticBuffer is ElasticBuffer

@@ -22,11 +22,26 @@ from triton_ep.distributed import check_group
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
-from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
+from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room, room_like, room_of_mxfp8
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
+from triton_ep.integrations.te.symmetric import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
+
+__all__ = [
+    "EpBuffer",
+    "EpStateError",
+    "ep_bootstrap",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_finalize",
+    "ep_prepare",
+    "is_ep_bootstrapped",
+    "is_symm_backed",
+    "release_symm_mem_pool",
+    "symm_mem_alloc",
+]
 
 
 class EpStateError(EPError, RuntimeError):
@@ -148,11 +163,12 @@ def is_ep_bootstrapped() -> bool:
 
 
 def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Rows that each expert of this rank will receive, padding included. Collective; `ep_dispatch` does not need it.
+    """Count the rows that this rank will receive. Collective; `ep_dispatch` does not need it.
 
     topk_idx: [..., K] int32 or int64, -1 = dropped.
 
-    Returns [num_local_experts] int64, as `buffer.tokens_per_expert` after a dispatch of these ids.
+    Sets `buffer.tokens_per_expert` and `buffer.total_recv_tokens` as a dispatch of these ids does, and returns the
+    first: [num_local_experts] int64.
 
     Raises:
         EpStateError: before `ep_bootstrap`. InputError: topk_idx has another type, dtype or device.
@@ -169,7 +185,12 @@ def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(counts, group=group.pool.group)
     local, align = buffer.num_local_experts, max(buffer.alignment, 1)
     mine = counts[group.pool.rank * local :][:local]
-    return (mine + (align - 1)) // align * align
+    offsets = pad(((mine + (align - 1)) // align * align).cumsum(0), (1, 0))
+    buffer.total_recv_tokens = offsets[-1:]
+    if buffer.recv_capacity_per_rank is not None:
+        offsets = offsets.clamp(max=buffer.recv_capacity_per_rank)
+    buffer.tokens_per_expert = offsets.diff()
+    return buffer.tokens_per_expert
 
 
 def ep_finalize() -> None:
@@ -289,7 +310,8 @@ def ep_dispatch(
     Arguments:
         tokens: [..., H] bf16, T rows. topk_idx: [..., K] int32 or int64, -1 = dropped. topk_weights: [..., K] float32.
         recv_tokens, recv_topk_weights: tensors [at least P, H] bf16 and [at least P] float32 into which the outputs are
-            copied; None: outputs are allocated.
+            copied; None: outputs are allocated. Rows in MXFP8 are copied into a contiguous recv_tokens of any shape and
+            dtype with P * (H + H / 32) bytes or more: their elements, then their scales.
 
     Returns:
         recv_tokens [P, H], expert-major: bf16, or an MXTensor with `dispatch_fwd_quant_recipe`, which GroupedLinear
@@ -322,7 +344,7 @@ def ep_dispatch(
     if not buffer.eager and not buffer.drop_on_overflow:
         _check_overflow(buffer, desc)
     if recv_tokens is not None:
-        rows = Into.apply(rows, room("recv_tokens", recv_tokens, rows.shape, rows.dtype))
+        rows = Into.apply(rows, room_like("recv_tokens", recv_tokens, rows))
     if recv_topk_weights is not None:
         weights = Into.apply(weights, room("recv_topk_weights", recv_topk_weights, weights.shape, weights.dtype))
     return rows, weights, buffer.tokens_per_expert
@@ -353,11 +375,13 @@ def _check_dispatch(buffer: EpBuffer, given: tuple[Any, Any, Any], recv_tokens: 
     check.tensor("topk_idx", topk_idx, None, (torch.int32, torch.int64), buffer.device)
     check.tensor("tokens", tokens, device=buffer.device)
     check.tensor("topk_weights", topk_weights, device=buffer.device)
-    if recv_tokens is not None and buffer.dispatch_fwd_quant_recipe is not None:
-        raise InputError("rows arrive in MXFP8 with dispatch_fwd_quant_recipe, and recv_tokens cannot hold them.")
     least = buffer.recv_capacity_per_rank or 0
     if recv_tokens is not None:
-        room("recv_tokens", recv_tokens, (least, buffer.hidden_dim), buffer.payload_dtype)
+        shape = (least, buffer.hidden_dim)
+        if buffer.dispatch_fwd_quant_recipe is None:
+            room("recv_tokens", recv_tokens, shape, buffer.payload_dtype)
+        else:
+            room_of_mxfp8("recv_tokens", recv_tokens, shape, buffer.payload_dtype)
     if recv_topk_weights is not None:
         room("recv_topk_weights", recv_topk_weights, (least,), torch.float32)
 
@@ -387,7 +411,8 @@ def ep_combine(
         expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.
         num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows past the dispatched tokens are
             zero.
-        grad_out: tensor [at least P, H] bf16 into which the gradient of expert_out is copied; None: it is allocated.
+        grad_out: tensor [at least P, H] bf16 into which the gradient of expert_out is copied; None: it is allocated. A
+            gradient in MXFP8 is copied like rows into the recv_tokens of `ep_dispatch`.
 
     Returns [num_local_tokens, H] bf16.
 
@@ -404,9 +429,8 @@ def ep_combine(
     if num_local_tokens is not None:
         num_local_tokens = check.integer("num_local_tokens", num_local_tokens, 0)
     if grad_out is not None:
-        if buffer.combine_bwd_quant_recipe is not None:
-            raise InputError("the gradient is in MXFP8 with combine_bwd_quant_recipe, and grad_out cannot hold it.")
-        expert_out = GradientInto.apply(expert_out, room("grad_out", grad_out, expert_out.shape, expert_out.dtype))
+        room_for = room if buffer.combine_bwd_quant_recipe is None else room_of_mxfp8
+        expert_out = GradientInto.apply(expert_out, room_for("grad_out", grad_out, expert_out.shape, expert_out.dtype))
     tokens = desc.num_dispatch_token_cur_rank
     wanted = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
     if wanted < tokens:
@@ -416,6 +440,30 @@ def ep_combine(
     else:
         out = _CombineBack.apply(expert_out, buffer, desc, topk_idx)
     return pad(out, (0, 0, 0, wanted - tokens)) if wanted > tokens else out
+
+
+def _ep_dispatch_raw(
+    buffer: EpBuffer,
+    topk_idx: torch.Tensor,
+    tokens: torch.Tensor,
+    topk_weights: torch.Tensor,
+    recv_tokens: torch.Tensor,
+    recv_topk_weights: torch.Tensor,
+) -> None:
+    """`ep_dispatch` into the caller's tensors, without gradients: TransformerEngine's primitive of this name."""
+    with torch.no_grad():
+        ep_dispatch(
+            buffer, tokens, topk_idx, topk_weights, recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights
+        )
+
+
+def _ep_combine_raw(buffer: EpBuffer, expert_out: torch.Tensor, result: torch.Tensor) -> None:
+    """`ep_combine` into `result` [T, H], without gradients: TransformerEngine's primitive of this name."""
+    check.tensor("result", result)
+    shape = (result.shape[0] if result.dim() else 0, buffer.hidden_dim)
+    into = room("result", result, shape, expert_out.dtype)
+    with torch.no_grad():
+        into.copy_(ep_combine(buffer, expert_out, num_local_tokens=shape[0]))
 
 
 def _check_buffer(call: str, buffer: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
+from triton_ep.mx.tensor import MXTensor
 
 
 def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -26,6 +27,33 @@ def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dty
     ):
         raise InputError(f"{name} is {list(target.shape)} {target.dtype}; it must have room for {list(shape)} {dtype}.")
     return target[: shape[0]]
+
+
+def room_of_mxfp8(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> MXTensor:
+    """MXFP8 rows of this shape in the first bytes of the caller's tensor `target`: all elements, then all scales.
+
+    dtype: of the values that the rows stand for.
+
+    Raises:
+        InputError: the tensor is not contiguous, or has fewer bytes.
+    """
+    check.tensor(name, target)
+    rows, hidden = shape
+    elements, scales = rows * hidden, rows * (hidden // 32)
+    if not target.is_contiguous() or target.nbytes < elements + scales:
+        raise InputError(
+            f"{name} is {list(target.shape)} {target.dtype}, {target.nbytes} bytes; it must be contiguous, with room "
+            f"for {elements} bytes of elements and {scales} of scales: {list(shape)} in MXFP8."
+        )
+    found = target.view(-1).view(torch.uint8)
+    qdata = found[:elements].view(torch.float8_e4m3fn).view(rows, hidden)
+    return MXTensor.from_qdata_and_scales(qdata, found[elements:][:scales].view(rows, hidden // 32), dtype)
+
+
+def room_like(name: str, target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The part of the caller's tensor `target` that holds `values`; raises as `room` and `room_of_mxfp8` do."""
+    make = room_of_mxfp8 if isinstance(values, MXTensor) else room
+    return make(name, target, values.shape, values.dtype)
 
 
 class Into(torch.autograd.Function):

@@ -25,16 +25,27 @@ class _Pool:
     tensors: tuple[_Allocated, ...] = ()
 
 
-def symm_mem_alloc(shape: Any, dtype: torch.dtype, ep_group: Any, device: torch.device | None = None) -> torch.Tensor:
+def symm_mem_alloc(
+    shape: Any,
+    dtype: torch.dtype,
+    ep_group: Any,
+    device: torch.device | None = None,
+    use_pool: bool = False,
+    backend: str = "NCCL",
+) -> torch.Tensor:
     """Allocate zeros in the symmetric heap, which the other ranks of the group can read and write. Collective.
 
     shape: the same number of bytes on all ranks. ep_group: process group; device: the heap's device, or None.
+    use_pool: must be False. With True TransformerEngine frees the tensor with its last reference, on each rank alone.
+    backend: accepted; the memory is that of `initialize_distributed`.
     The tensor is valid until `release_symm_mem_pool`, even without references to it.
 
     Raises:
-        InputError: an invalid shape, or another device than the heap's. ConfigError: not a dtype, or an unknown group.
-        HeapError: on all ranks, if one has no room or the ranks request different sizes.
+        InputError: an invalid shape, another device than the heap's, or use_pool. ConfigError: not a dtype, or an
+        unknown group. HeapError: on all ranks, if one has no room or the ranks request different sizes.
     """
+    if check.flag("use_pool", use_pool):
+        raise InputError("symm_mem_alloc: use_pool=True is not supported; pass False, and call release_symm_mem_pool.")
     check_group(ep_group)
     heap, sizes, kind = current_heap(), check.sizes("shape", shape), check.dtype("dtype", dtype)
     if device is not None:
