@@ -255,6 +255,36 @@ def test_primitives_without_gradients(run_ranks, nodes, ranks_per_node):
     run_ranks(_check_primitives, nodes, ranks_per_node)
 
 
+def _check_as_before_2_19(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, capacity = nodes * ranks_per_node, 2 * MOST * TOPK
+    assert ep._BOOTSTRAPPED is False
+    sizes = {"num_experts": EXPERTS * world_size, "max_tokens_per_rank": MOST, "hidden_dim": HIDDEN}
+    te.ep_bootstrap(dist.group.WORLD, recv_capacity_per_rank=capacity, max_num_sms=0, zero_copy=False, **sizes)
+    try:
+        assert ep._BOOTSTRAPPED is True
+        for topk in (1, TOPK):
+            buffer = te.EpBuffer(
+                top_k=topk, max_tokens_per_rank=MOST, recv_capacity_per_rank=capacity, hidden_dim=HIDDEN,
+                num_local_experts=EXPERTS, alignment=0,
+            )  # fmt: skip
+            work = make_workload(rank, world_size, 6 + rank, hidden=HIDDEN, topk=topk, num_experts=EXPERTS * world_size,
+                                 drop=0.0)  # fmt: skip
+            *_, out = _round(buffer, work, 1.0)
+            assert torch.equal(out.detach().cpu(), (work.x.double() * topk).bfloat16())
+        with pytest.raises(ConfigError, match="topk"):
+            te.EpBuffer(EXPERTS * world_size + 1, MOST, HIDDEN, EXPERTS, capacity)
+    finally:
+        te.ep_finalize()
+    with pytest.raises(AttributeError, match="has no attribute 'anything'"):
+        ep.anything  # noqa: B018
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_callers_of_earlier_versions(run_ranks, nodes, ranks_per_node):
+    """Megatron's calls before TransformerEngine 2.19: only buffers have a top-k; a variable tells of the bootstrap."""
+    run_ranks(_check_as_before_2_19, nodes, ranks_per_node)
+
+
 def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
     group, device = dist.group.WORLD, current_heap().device
     with pytest.raises(RuntimeError, match=r"EpBuffer requires ep_bootstrap\(\) to be called first\."):

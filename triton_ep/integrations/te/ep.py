@@ -56,17 +56,17 @@ class _Group:
     num_experts: int
     max_tokens_per_rank: int
     hidden_dim: int
-    num_topk: int
+    num_topk: int | None
     recv_capacity_per_rank: int | None
     max_num_sms: int
     drop_on_overflow: bool
     dtype: torch.dtype
 
-    def layer(self, payload: str | None, alignment: int, capacity: int | None) -> EPAll2AllLayer:
+    def layer(self, top_k: int, payload: str | None, alignment: int, capacity: int | None) -> EPAll2AllLayer:
         """The layer that buffers with these options share."""
         sizes = LayerSizes(
             self.hidden_dim,
-            self.num_topk,
+            top_k,
             self.num_experts,
             self.dtype,
             self.max_num_sms or None,
@@ -89,7 +89,7 @@ def ep_bootstrap(
     num_experts: int,
     max_tokens_per_rank: int,
     hidden_dim: int,
-    num_topk: int,
+    num_topk: int | None = None,
     recv_capacity_per_rank: int | None = None,
     max_num_sms: int = 0,
     zero_copy: bool = False,
@@ -100,7 +100,8 @@ def ep_bootstrap(
 
     Arguments:
         ep_group: process group; None: all ranks. num_experts: over all its ranks, a multiple of their number.
-        max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token. num_topk: experts per token.
+        max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token.
+        num_topk: experts per token. None, for callers of TransformerEngine before 2.19: each buffer has its own.
         recv_capacity_per_rank: most rows that a rank receives. With a capacity, dispatch does not wait for the host and
             can be captured in CUDA graphs; None: all rows are received, and the host waits for their number.
         max_num_sms: CTAs of the communication kernels; 0: from the tuned tables.
@@ -121,11 +122,13 @@ def ep_bootstrap(
         raise ConfigError(f"ep_bootstrap requires ep_group.size() >= 2 (got {size}).")
     num_experts = _integer("num_experts", num_experts, 1)
     max_tokens_per_rank = _integer("max_tokens_per_rank", max_tokens_per_rank, 1)
-    hidden_dim, num_topk = _integer("hidden_dim", hidden_dim, 1), _integer("num_topk", num_topk, 1)
+    hidden_dim = _integer("hidden_dim", hidden_dim, 1)
+    if num_topk is not None:
+        num_topk = _integer("num_topk", num_topk, 1)
     max_num_sms = _integer("max_num_sms", max_num_sms, 0)
     if recv_capacity_per_rank is not None:
         recv_capacity_per_rank = _integer("recv_capacity_per_rank", recv_capacity_per_rank, 1)
-    if num_topk > num_experts:
+    if num_topk is not None and num_topk > num_experts:
         raise ConfigError(f"ep_bootstrap got num_topk={num_topk}, more than num_experts={num_experts}.")
     if num_experts % size:
         raise ConfigError(f"num_experts {num_experts} is not a multiple of the {size} ranks of ep_group.")
@@ -160,6 +163,13 @@ def _integer(name: str, value: Any, least: int) -> int:
 def is_ep_bootstrapped() -> bool:
     """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
     return _Registry.group is not None
+
+
+def __getattr__(name: str) -> Any:
+    """`_BOOTSTRAPPED`, which Megatron's main branch has read in place of `is_ep_bootstrapped`."""
+    if name == "_BOOTSTRAPPED":
+        return is_ep_bootstrapped()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
@@ -264,7 +274,7 @@ class EpBuffer:
         _require_bf16("payload", payload_dtype)
         local = group.num_experts // group.pool.world_size
         for name, given, fixed in (
-            ("top_k", top_k, group.num_topk),
+            ("top_k", top_k, top_k if group.num_topk is None else group.num_topk),
             ("hidden_dim", hidden_dim, group.hidden_dim),
             ("num_local_experts", num_local_experts, local),
         ):
@@ -286,9 +296,9 @@ class EpBuffer:
         there = _payload(dispatch_fwd_quant_recipe, "EP block-scaled dispatch")
         back = _payload(combine_bwd_quant_recipe, "EP combine backward")
         options = (max(alignment, 1), recv_capacity_per_rank)
-        self._layer = group.layer(there, *options)
+        self._layer = group.layer(top_k, there, *options)
         # combine's gradient is dispatched, by a second layer if its format differs from the tokens' format.
-        self._gradient_layer = group.layer(back, *options)
+        self._gradient_layer = group.layer(top_k, back, *options)
         self.device = self._layer.context.device
         self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
         self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
