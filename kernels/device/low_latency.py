@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .job import is_rank
+
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
 
@@ -40,9 +42,21 @@ def first_of_half(job, epoch):
 
 
 @triton.jit
-def owners(ids, experts_per_rank):
+def owners(job, ids):
     """Ranks that own the experts `ids`; -1 for dropped entries."""
-    return tl.where(ids >= 0, quotient(ids, experts_per_rank), -1)
+    return tl.where(ids >= 0, quotient(ids, job.experts_per_rank), -1)
+
+
+@triton.jit
+def on_owner(job, ids, owner):
+    """Numbers of the experts `ids` among those of their owners."""
+    return ids - owner * job.experts_per_rank
+
+
+@triton.jit
+def rank_after(job, rank):
+    """The rank with this number, counted on from 0 after the last; less than twice the number of ranks."""
+    return tl.where(is_rank(job, rank), rank, rank - job.num_ranks)
 
 
 @triton.jit

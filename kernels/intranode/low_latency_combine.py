@@ -52,7 +52,7 @@ from ..device.buffers import (
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.job import Job, in_one_node, is_rank, state_at
-from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_bits, turn_of
+from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_after, rank_bits, turn_of
 from ..device.payload import Choices, RowTile
 from ..device.spin import now_ns, pause
 from ..device.tables import REPORT_TOKENS, report_ptrs
@@ -138,7 +138,7 @@ def _push_weights(job, epoch, share, outputs, results, choices, SHARE: tl.conste
     mine = (token < results.num_tokens)[:, None] & (ks < choices.TOPK)[None, :]
     entry = token[:, None] * choices.TOPK + ks[None, :]
     weights = tl.load(outputs.weights_ptr + entry, mask=mine, other=0.0)
-    owner = owners(tl.load(results.kept_idx_ptr + entry, mask=mine, other=-1), job.experts_per_rank)
+    owner = owners(job, tl.load(results.kept_idx_ptr + entry, mask=mine, other=-1))
     same = (owner[:, :, None] == owner[:, None, :]) & (ks[None, :] < ks[:, None])[None, :, :]
     position = tl.sum(same.to(tl.int32), axis=2)  # how many weights of the token precede it at that rank
     sent = (owner >= 0) & healthy
@@ -235,8 +235,7 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
     alive = item < job.num_ranks * job.max_tokens
     # Neighbouring items go to different ranks, and each rank begins with a different one.
     token = quotient(item, job.num_ranks)
-    source = job.rank + item - token * job.num_ranks
-    source = tl.where(is_rank(job, source), source, source - job.num_ranks)
+    source = rank_after(job, job.rank + item - token * job.num_ranks)
     arrival = tl.where(alive, source * job.max_tokens + token, 0)
     copy_ptrs = outputs.copy_rows_ptr + arrival * choices.TOPK
     copies = _copies_of(copy_ptrs, alive, choices.TOPK)
@@ -410,7 +409,7 @@ def _sum(job, epoch, worker, workers, results, hidden, ROWS: tl.constexpr, choic
             mask=alive[:, None] & (ks < choices.TOPK),
             other=-1,
         )
-        goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)[:, None]
+        goes_to = rank_bits(owners(job, ids), 1)[:, None]
         part = item % sum_tile.PARTS
         words = tl.arange(0, sum_tile.BLOCK_S // IN_WORD)[None, :]
         mask = alive[:, None] & (part * (sum_tile.BLOCK_S // IN_WORD) + words < row_words)

@@ -52,7 +52,7 @@ from ..device.buffers import (
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
 from ..device.job import Job, in_one_node, is_local_expert, is_rank, num_experts, state_at
-from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_bits, turn_of
+from ..device.low_latency import end_turn, first_of_half, on_owner, owners, quotient, rank_after, rank_bits, turn_of
 from ..device.payload import (
     MX,
     WORDS,
@@ -218,8 +218,8 @@ def _tell(job, epoch, tokens, choices, sizes):
     totals = tl.zeros([sizes.WP * sizes.EP], tl.int32)  # by owner and local expert
     for first in range(0, num_entries, sizes.BLOCK_N):
         kept = _kept_of(job, tokens, first, num_entries, sizes.BLOCK_N)
-        owner = tl.maximum(owners(kept, job.experts_per_rank), 0)
-        place = owner * sizes.EP + kept - owner * job.experts_per_rank
+        owner = tl.maximum(owners(job, kept), 0)
+        place = owner * sizes.EP + on_owner(job, kept, owner)
         totals += tl.histogram(tl.maximum(place, 0), sizes.WP * sizes.EP, mask=kept >= 0)
     peers, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
     sender = first_of_half(job, epoch) + job.rank
@@ -264,9 +264,8 @@ def _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, t, WP: tl.co
     scale_ptrs = tokens.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
     # Ranks and tokens begin with different destinations, so that they do not all start on the same link.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
-    dest_rank = first_rank + tl.arange(0, WP)
-    dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
-    bits = rank_bits(owners(mine, job.experts_per_rank), 0)
+    dest_rank = rank_after(job, first_rank + tl.arange(0, WP))
+    bits = rank_bits(owners(job, mine), 0)
     goes_there = healthy & is_rank(job, tl.arange(0, WP)) & (((bits >> dest_rank) & 1) > 0)
     arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
     offs = tl.arange(0, BLOCK_H)[None, :]
@@ -287,10 +286,10 @@ def _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, t, WP: tl.co
 def _push_keys(job, epoch, healthy, token, mine, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
     """Store the keys and weights of a token at all ranks."""
     ks = tl.arange(0, choices.KP)
-    owner = owners(mine, job.experts_per_rank)
+    owner = owners(job, mine)
     arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
     slot = _slots(job, tokens, mine, token * choices.TOPK, choices, sizes.BLOCK_N)
-    local = mine - owner * job.experts_per_rank
+    local = on_owner(job, mine, owner)
     peers = tl.arange(0, sizes.WP)
     to_all = is_rank(job, peers) & healthy
     meta = (arrival * (2 * choices.KP) + ks)[None, :]
@@ -585,8 +584,7 @@ def _expand_item(
     most = _most_tokens(word_of)
     turn = quotient(number, most)
     token = number - turn * most
-    of_source = job.rank + turn
-    of_source = tl.where(is_rank(job, of_source), of_source, of_source - job.num_ranks)
+    of_source = rank_after(job, job.rank + turn)
     arrival = of_source * job.max_tokens + token
     ranks = tl.arange(0, word_of.shape[0])
     word = tl.sum(tl.where(of_source[:, None] == ranks[None, :], word_of[None, :], 0), axis=1)
