@@ -18,8 +18,9 @@ from triton_ep.nn import MoE, TopKRouter, finalize_exchanges
 
 pytestmark = pytest.mark.plain
 HIDDEN, FFN, TOPK = 128, 128, 2
-TOKENS = (9, 0, 6, 5)
-SIZES: dict[str, Any] = {"topk": TOPK, "max_tokens": 9, "timeout_s": 60.0}
+TOKENS = (40, 0, 27, 33)
+FEW = (9, 0, 6, 5)  # so that no product is at the limit of the activation: `_check_edge`
+SIZES: dict[str, Any] = {"topk": TOPK, "max_tokens": 40, "timeout_s": 60.0}
 # Rounding a tensor to bf16 leaves 50 dB, to e4m3 31.5 dB; y and its gradients have up to eight such roundings.
 LEAST_DB = {None: 38.0, "mxfp8": 21.0}
 
@@ -28,11 +29,11 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _inputs(world: int, experts: int) -> tuple[list[torch.Tensor], ...]:
+def _inputs(world: int, experts: int, tokens: tuple[int, ...] = TOKENS) -> tuple[list[torch.Tensor], ...]:
     """x, ids, weights and the gradient of y of every rank; one rank has no tokens, some assignments are dropped."""
     xs, ids, weights, grads = [], [], [], []
     for rank in range(world):
-        g, num = _generator(rank), TOKENS[rank % len(TOKENS)]
+        g, num = _generator(rank), tokens[rank % len(tokens)]
         xs.append(torch.randn(num, HIDDEN, generator=g).bfloat16())
         chosen = torch.rand(num, experts, generator=g).topk(TOPK, 1).indices
         ids.append(torch.where(torch.rand(num, TOPK, generator=g) < 0.1, -1, chosen))
@@ -57,9 +58,10 @@ def _moe(world: int, **options: Any) -> Iterator[MoE]:
 
 
 @torch.no_grad()
-def _draw(moe: MoE) -> None:
-    """Draw parameters from the CPU's generator: the same on all devices, so `_check_edge` holds on all or none."""
-    generator = _generator(33)
+def _draw(moe: MoE, rank: int) -> None:
+    """Draw parameters from a generator of the CPU: the same on all devices and for all versions of torch, so that
+    `_check_edge` and bounds of errors hold on all or none. Other experts on each rank."""
+    generator = _generator(33 + rank)
     for name, parameter in moe.experts.named_parameters():
         value = torch.rand(parameter.shape, generator=generator) * 2 - 1
         columns = 1 if name.startswith("b") else parameter.shape[-1] / 3
@@ -93,16 +95,11 @@ def _all_parameters(moe: MoE, name: str) -> torch.Tensor:
 
 def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     world, device = nodes * ranks_per_node, current_heap().device
-    xs, ids, weights, grads = _inputs(world, 2 * world)
+    xs, ids, weights, grads = _inputs(world, 2 * world, FEW if options.get("limit") else TOKENS)
     with _moe(world, router=False, local_world_size=ranks_per_node, **options) as moe:
         assert moe.exchange.config.num_nodes == nodes
         names = [name for name, _ in moe.experts.named_parameters()]
-        if moe.experts.activation.limit is None:
-            for name in names:
-                if name.startswith("b"):
-                    getattr(moe.experts, name).data.uniform_(-1, 1)
-        else:
-            _draw(moe)
+        _draw(moe, rank)
         x = xs[rank].to(device).requires_grad_()
         weight = weights[rank].to(device).requires_grad_()
         y = moe(x, topk_idx=ids[rank].to(device), topk_weights=weight)
@@ -205,7 +202,7 @@ def _refused(rank: int, nodes: int, ranks_per_node: int, capacity: float | None)
         (r"x must be a tensor \[\.\.\., 128\], got \[5, 64\]", x[:, :64], routed),
         ("bfloat16, got torch.float32", x.float(), routed),
         ("must be on .*, got meta", x.to("meta"), routed),
-        ("20 tokens on rank 1, the layer was made for max_tokens=9", x.repeat(4, 1), {}),
+        ("45 tokens on rank 1, the layer was made for max_tokens=40", x.repeat(9, 1), {}),
         ("go together", x, {"topk_idx": ids}),
         (r"topk_idx of the call must be a tensor \[5, 2\], got \[5, 1\]", x, {**routed, "topk_idx": ids[:, :1]}),
         ("topk_weights of the call must be floating-point", x, {**routed, "topk_weights": ids}),
