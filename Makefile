@@ -44,6 +44,7 @@ peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, with
 	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 sglang==0.5.23 vllm==0.33.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
 	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py \
+	  tests/integrations/test_torchtitan_hybrid_ep.py \
 	  tests/integrations/test_sglang_deep_ep.py tests/integrations/test_vllm_own.py
 	# Apart from the others, which fail at its import: the wheel lacks the CUDA library, and is only read.
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-te transformer-engine==2.20.2

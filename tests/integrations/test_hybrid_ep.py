@@ -259,6 +259,34 @@ def test_what_does_not_fit_is_flagged(run_ranks):
     run_ranks(_check_overflow, 1, 2)
 
 
+def _check_left_out(rank: int, nodes: int, ranks_per_node: int, local_combine: bool) -> None:
+    device = current_heap().device
+    buffer = make_buffer(nodes, ranks_per_node, enable_local_combine=local_combine)
+    inputs = make_inputs(2, idle=(2, 3), tokens=(7, 12))
+    mine, outs = inputs[rank].to(device), outputs_of(inputs, 1)
+    for _ in range(2):
+        rows, probs, _, _, handle = buffer.dispatch_with_permute(
+            hidden=mine.hidden, routing_map=mine.routing_map, probs=mine.probs
+        )
+        assert (rows.shape[0] > 0) == (rank == 0)
+        y = outs[rank].to(device)
+        for given in (None, probs if rank == 0 else None):
+            combined, back = buffer.combine_with_unpermute(hidden=y, probs=given, handle=handle)
+            same(combined, reference.combine(outs, inputs, rank, 1))
+            assert (back is None) == (given is None)
+            if given is not None:
+                same(back, inputs[rank].probs)
+    buffer.close()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("local_combine", [False, True])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+def test_a_rank_without_rows_may_leave_probabilities_out(run_ranks, nodes, ranks_per_node, local_combine):
+    """The others get theirs, and the next calls are right: that rank cannot know whether the others send any."""
+    run_ranks(_check_left_out, nodes, ranks_per_node, local_combine)
+
+
 def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, device = nodes * ranks_per_node, current_heap().device
     mine = make_inputs(world_size)[rank].to(device)

@@ -54,6 +54,7 @@ class EPAllToAllLayoutDesc:
             from R on.
         host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None if the host has not: with a
             capacity, after `dispatch_again`, or with compact rows. Not part of the pytree.
+        host_num_rows: W numbers, the `num_recv_rows` of every rank; None, and no part of the pytree, like the last.
     """
 
     num_dispatch_token_cur_rank: int
@@ -70,6 +71,7 @@ class EPAllToAllLayoutDesc:
     full_scatter: bool = False
     compact: bool = False
     host_expert_offsets: tuple[int, ...] | None = None
+    host_num_rows: tuple[int, ...] | None = None
 
     # Views, created on access: a descriptor that goes straight into combine creates none. A low-latency dispatch leaves
     # out what its combine does not need; those properties are None.
@@ -174,7 +176,7 @@ class EPAllToAllLayoutDesc:
 
 
 # Excluded: its values change every step and would trigger recompilation.
-_NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if field.name != "host_expert_offsets")
+_NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if not field.name.startswith("host_"))
 
 
 def _flatten(desc: EPAllToAllLayoutDesc) -> tuple[list[Any], None]:

@@ -87,11 +87,13 @@ class Arrivals:
         num_staged: most staging rows that may arrive: one per (token, this rank).
         host_counts: the counts of the landing, as the host has read them; None: the host has read none, and fewer rows
             may arrive.
+        host_rows: expert-major rows of every rank, as the host has read them; None like the last.
     """
 
     num_rows: int
     num_staged: int
     host_counts: tuple[int, ...] | None
+    host_rows: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

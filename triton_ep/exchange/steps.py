@@ -203,6 +203,7 @@ class Flight(Generic[Received]):
             full_scatter=self.request.scatter is not None,
             compact=deduplicated,
             host_expert_offsets=None if deduplicated else arrivals.host_counts,
+            host_num_rows=None if deduplicated else arrivals.host_rows,
         )
         return Sent(received, desc, arrivals.host_counts, receive or _no_more)
 
@@ -265,7 +266,8 @@ def init_output_buffer(
         return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None), False
     checks.raise_for_ranks(cfg, reports)
     grown = ctx.grow(*landing.room(cfg, reports))
-    return Arrivals(landing.num_rows(own), own.arrivals, tuple(words[first : first + count])), grown
+    counts, rows = tuple(words[first : first + count]), tuple([report.rows for report in reports])
+    return Arrivals(landing.num_rows(own), own.arrivals, counts, rows), grown
 
 
 def known_arrivals(ctx: DispatchCombineContext, request: Request, placement: torch.Tensor) -> Arrivals:

@@ -243,7 +243,8 @@ class HybridEPBuffer:
 
         Args:
             hidden: [P, H] with the dtype of the dispatch.
-            probs: [P] float32; the dispatch must have had probabilities. On all ranks or on none.
+            probs: [P] float32; the dispatch must have had probabilities. On all ranks or on none; ranks without rows
+                may leave them out.
             handle: handle of `dispatch_with_permute`; usable any number of times, and in any order.
             pad_multiple: None, or the value given to the dispatch.
 
@@ -265,10 +266,13 @@ class HybridEPBuffer:
         if probs is not None:
             checks.check_probs(probs, (desc.num_recv_rows,), layer.context.device, "one per permuted row")
         combined = layer.combine(hidden.contiguous(), desc)
+        if probs is None and not _may_be_left_out(routing):
+            return combined, None
+        sent = torch.zeros(desc.num_recv_rows, device=layer.context.device) if probs is None else probs.contiguous()
+        slots = needed_slots(layer.context, desc, routing.copies)
+        values = to_slots(layer.context, sent, slots, desc)
         if probs is None:
             return combined, None
-        slots = needed_slots(layer.context, desc, routing.copies)
-        values = to_slots(layer.context, probs.contiguous(), slots, desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
     def dispatch(
@@ -405,6 +409,15 @@ class HybridEPBuffer:
             weights = weights_by_ids(ids, probs, topk_idx, topk_weights, routing.num_experts)
         (recv_x, scales), recv_probs = rows.again(routing.layer, desc, weights)
         return recv_x, recv_probs, scales, counts, handle
+
+
+def _may_be_left_out(routing: Routing) -> bool:
+    """Whether ranks may combine with and without probabilities in one call, so that every call must send them.
+
+    torchtitan gives none in the backward pass of a rank without rows. That rank cannot know whether the others do.
+    """
+    rows = routing.desc.host_num_rows
+    return routing.has_probs and rows is not None and 0 in rows
 
 
 def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
