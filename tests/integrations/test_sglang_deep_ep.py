@@ -122,13 +122,13 @@ def _sglang(rank: int) -> Iterator[tuple[_Server, list[Any]]]:
 class _Batch:
     """Tokens of this rank, and the expected result of experts that multiply by 1, 2, 3 and so on."""
 
-    def __init__(self, rank: int, ranks: int, tokens: int, drop: float) -> None:
+    def __init__(self, rank: int, ranks: int, tokens: int, drop: float, only_first: bool) -> None:
         device = current_heap().device
         sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS * ranks, "drop": drop, "seed": tokens}
         work = make_workload(rank, ranks, tokens, **sizes)
         self.x = work.x.to(device)
         idx = work.topk_idx.to(device)
-        self.idx = torch.where(idx == EXPERTS * ranks, -1, idx)
+        self.idx = torch.where(idx >= EXPERTS * (1 if only_first else ranks), -1, idx)
         self.weights = work.topk_weights.to(device)
         self.topk = SimpleNamespace(topk_weights=self.weights, topk_ids=self.idx)
         factors = torch.where(self.idx >= 0, self.weights * (self.idx + 1), 0.0).sum(1, keepdim=True)
@@ -170,7 +170,14 @@ def _low_latency(module: Any, dispatcher: Any, batch: _Batch, first: int) -> tor
     return dispatcher.combine(module.DeepEPLLCombineInput(y, got.topk_ids, got.topk_weights))
 
 
-BATCHES = (((7, 12), 0.2), ((0, 5), 0.0), ((16, 0), 0.3), ((0, 0), 0.0))
+# Tokens by rank, share of dropped ids, and whether only experts of rank 0 get rows.
+BATCHES = (
+    ((7, 12), 0.2, False),
+    ((0, 5), 0.0, False),
+    ((9, 6), 0.0, True),
+    ((16, 0), 0.3, False),
+    ((0, 0), 0.0, False),
+)
 
 
 def _check_version_1(rank: int, nodes: int, ranks_per_node: int, quantised: bool, hook: bool) -> None:
@@ -188,8 +195,8 @@ def _check_version_1(rank: int, nodes: int, ranks_per_node: int, quantised: bool
             **options,
         )
         dispatcher.set_quant_config({"dispatcher_output_dtype": "fp8" if quantised else "bf16"})
-        for tokens, drop in BATCHES:
-            batch = _Batch(rank, ranks, tokens[rank % 2], drop)
+        for tokens, drop, only_first in BATCHES:
+            batch = _Batch(rank, ranks, tokens[rank % 2], drop, only_first)
             for extend in (True, False, True):  # alternate prefill and decoding
                 server.extend = extend
                 work = _normal if extend else _low_latency
@@ -200,7 +207,7 @@ def _check_version_1(rank: int, nodes: int, ranks_per_node: int, quantised: bool
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_dispatcher_of_version_1(run_ranks, nodes, ranks_per_node, quantised, hook):
-    """Alternating normal and low-latency calls; bf16, FP8; hooks and events, ranks without tokens, dropped ids."""
+    """Normal and low-latency calls in turns; bf16, FP8; hooks and events, ranks without tokens or rows, dropped ids."""
     run_ranks(_check_version_1, nodes, ranks_per_node, quantised, hook)
 
 
@@ -211,8 +218,8 @@ def _check_version_2(rank: int, nodes: int, ranks_per_node: int, quantised: bool
             dist.group.WORLD, TOPK, EXPERTS * ranks, EXPERTS, HIDDEN, torch.bfloat16, use_fp8_dispatch=quantised
         )
         dispatcher.prebuild()
-        for tokens, drop in BATCHES:
-            batch = _Batch(rank, ranks, tokens[rank % 2], drop)
+        for tokens, drop, only_first in BATCHES:
+            batch = _Batch(rank, ranks, tokens[rank % 2], drop, only_first)
             for extend in (True, False):
                 server.extend = extend
                 got = dispatcher.dispatch(batch.x, batch.topk)
@@ -233,7 +240,7 @@ def _check_version_2(rank: int, nodes: int, ranks_per_node: int, quantised: bool
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_dispatcher_of_version_2(run_ranks, nodes, ranks_per_node, quantised):
-    """Expanded rows of prefill and, without a host wait, of decoding; bf16 and FP8; ranks without tokens."""
+    """Expanded rows of prefill and, without a host wait, of decoding; bf16 and FP8; ranks without tokens or rows."""
     run_ranks(_check_version_2, nodes, ranks_per_node, quantised)
 
 

@@ -184,14 +184,17 @@ def _made(vllm: SimpleNamespace, name: str, rank: int, ranks: int, quantised: bo
     )
 
 
-BATCHES = (((7, 12), 0.2), ((0, 5), 0.0), ((16, 0), 0.3))
+# Tokens by rank, share of dropped ids, and whether only experts of rank 0 get rows.
+BATCHES = (((7, 12), 0.2, False), ((0, 5), 0.0, False), ((9, 6), 0.0, True), ((16, 0), 0.3, False))
 
 
-def _batch(rank: int, ranks: int, tokens: int, drop: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _batch(
+    rank: int, ranks: int, tokens: int, drop: float, only_first: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows [T, H], their weights and ids [T, K]."""
     sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS * ranks, "drop": drop, "seed": tokens}
     work, device = make_workload(rank, ranks, tokens, **sizes), current_heap().device
-    ids = torch.where(work.topk_idx == EXPERTS * ranks, -1, work.topk_idx).long()
+    ids = torch.where(work.topk_idx >= EXPERTS * (1 if only_first else ranks), -1, work.topk_idx).long()
     return work.x.to(device), work.topk_weights.to(device), ids.to(device)
 
 
@@ -213,8 +216,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, quantised: boo
         kernel = vllm.modular_kernel.FusedMoEKernel(made, _experts(vllm, batched, quant_config=config, **slabs))
         expert_map = _expert_map(rank, ranks)
         w1, w2 = torch.zeros(EXPERTS, 2, HIDDEN, device=device), torch.zeros(EXPERTS, HIDDEN, 1, device=device)
-        for tokens, drop in BATCHES:
-            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop)
+        for tokens, drop, only_first in BATCHES:
+            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop, only_first)
             want = x.float() * torch.where(ids >= 0, weights * (ids + 1), 0.0).sum(1, keepdim=True)
             out = kernel.apply(x, w1, w2, weights, ids, "silu", EXPERTS * ranks, expert_map, False)
             # bf16 rounds rows, sums per rank and the result; e4m3 rounds rows by 1/16.
@@ -233,7 +236,7 @@ CASES = [
 @pytest.mark.parametrize("name, quantised", CASES)
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_kernel_over_each_class(run_ranks, nodes, ranks_per_node, name, quantised):
-    """bf16 rows and FP8 rows with a scale per 128 values, dropped ids, a rank without tokens."""
+    """bf16 rows and FP8 rows with a scale per 128 values, dropped ids, ranks without tokens or rows."""
     run_ranks(_check, nodes, ranks_per_node, name, quantised)
 
 
@@ -252,8 +255,8 @@ def _check_experts(rank: int, nodes: int, ranks_per_node: int, batched: bool, ki
         classes = importlib.import_module("triton_ep.integrations.vllm.classes")
         experts = classes.TritonEPExperts(made, config, _CONFIG)
         kernel = vllm.modular_kernel.FusedMoEKernel(made, experts)
-        for tokens, drop in BATCHES:
-            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop)
+        for tokens, drop, only_first in BATCHES:
+            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop, only_first)
             gate, up = torch.einsum("th,enh->ten", x.float(), w13.float()).chunk(2, 2)
             every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2.float())
             shares = torch.where(ids >= 0, weights, 0.0)
