@@ -348,3 +348,49 @@ def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_other_ranks_learn_of_a_refusal(run_ranks, nodes, ranks_per_node):
     """Arguments that the buffer refuses on one rank raise PeerFailed on the others; the buffer serves the next call."""
     run_ranks(_check_refusals, nodes, ranks_per_node)
+
+
+def _check_main(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks = nodes * ranks_per_node
+    sizes = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN, "num_topk": TOPK}
+    of_version_2, buffer = (kind(dist.group.WORLD, **sizes) for kind in (door.ElasticBuffer, door.EPBuffer))
+    routing, asynchronous = _Routing.of(rank, ranks, TOKENS), {"async_with_compute_stream": True}
+    for do_expand in (False, True):
+        arguments = routing.arguments(do_expand)
+        *want, want_handle, _ = of_version_2.dispatch(**arguments)
+        want_out = of_version_2.combine(want[0], want_handle, topk_weights=want[2])[:2]
+        for defer in (False, True):
+            order = {**asynchronous, "defer_epilogue": True} if defer else {}
+            made = buffer.dispatch(**arguments, **order)
+            if defer:
+                made = (*made.current_stream_wait(), made)
+            *got, handle, event = made
+            assert isinstance(event, door.EventOverlap) and isinstance(handle, door.EPHandle)
+            assert handle.topk_idx.data_ptr() == arguments["topk_idx"].data_ptr()  # no copy
+            for one, other in zip(got, want, strict=True):
+                assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+            out = buffer.combine(got[0], handle, topk_weights=got[2], **order)
+            out = out.current_stream_wait() if defer else out[:2]
+            assert all(map(torch.equal, out, want_out))
+        again = buffer.dispatch(arguments["x"], handle=handle, do_expand=do_expand)[0]
+        assert torch.equal(again, got[0])
+    with pytest.raises(InputError, match="do_handle_copy must be False"):
+        buffer.dispatch(**arguments, do_handle_copy=True)
+    with pytest.raises(InputError, match="defer_epilogue=True needs async_with_compute_stream=True"):
+        buffer.dispatch(**arguments, defer_epilogue=True)
+    with pytest.raises(InputError, match="defer_epilogue=True needs async_with_compute_stream=True"):
+        buffer.combine(got[0], handle, defer_epilogue=True)
+    with pytest.raises(ConfigError, match="lb_allocation_plan_or_num_bytes"):
+        door.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=4096)
+    with pytest.raises(AttributeError, match="lb_prefetch_weights is not supported"):
+        buffer.lb_prefetch_weights(arguments["x"])
+    with pytest.raises(AttributeError, match="pp_send is not supported"):
+        buffer.pp_send(arguments["x"])
+    door.release()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_the_buffer_of_the_main_branch(run_ranks, nodes, ranks_per_node):
+    """EPBuffer gives what ElasticBuffer gives, also from a deferred call's event."""
+    run_ranks(_check_main, nodes, ranks_per_node)

@@ -19,6 +19,7 @@ _WORKER = """
 import sys
 
 from deep_ep import Buffer, ElasticBuffer
+from deep_ep.buffers.ep import EPBuffer, EPHandle
 import deep_ep.buffers.elastic
 from deep_ep.utils.event import EventOverlap
 import transformer_engine

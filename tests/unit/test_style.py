@@ -25,6 +25,8 @@ LONG_SIGNATURES = {
     "Buffer.dispatch",
     "Buffer.low_latency_combine",
     "Buffer.low_latency_dispatch",
+    "EPBuffer.__init__",
+    "EPBuffer.dispatch",
     "ElasticBuffer.__init__",
     "ElasticBuffer.dispatch",
     "HybridEPBuffer.__init__",

@@ -11,6 +11,7 @@
     Buffer.low_latency_dispatch, _combine       a layer with low_latency=True, and one slab of rows per expert
     ElasticBuffer.dispatch, _combine            layer.dispatch_compact; with do_expand layer.dispatch, `alignment` =
                                                   expert_alignment
+    EPBuffer                                    ElasticBuffer with the arguments of DeepEP's main branch
     HybridEPBuffer                              triton_ep.integrations.hybrid_ep
     deep_ep.utils.EventHandle, EventOverlap     triton_ep.EPEvent
 
@@ -26,7 +27,7 @@ import torch
 
 from triton_ep.errors import ConfigError
 from triton_ep.integrations import hybrid_ep as hybrid_ep_buffer
-from triton_ep.integrations.deep_ep import buffer, buffers, elastic, utils
+from triton_ep.integrations.deep_ep import buffer, buffers, elastic, ep, utils
 from triton_ep.integrations.deep_ep.buffer import Buffer
 from triton_ep.integrations.deep_ep.config import Config
 from triton_ep.integrations.deep_ep.elastic import (
@@ -35,6 +36,7 @@ from triton_ep.integrations.deep_ep.elastic import (
     get_physical_domain_size,
 )
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
+from triton_ep.integrations.deep_ep.ep import EPBuffer
 from triton_ep.integrations.deep_ep.layers import release
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
@@ -42,6 +44,7 @@ from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 __all__ = [
     "Buffer",
     "Config",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",
@@ -70,6 +73,7 @@ _MODULES = {
     "deep_ep.buffer": buffer,
     "deep_ep.buffers": buffers,
     "deep_ep.buffers.elastic": elastic,
+    "deep_ep.buffers.ep": ep,
     "deep_ep.buffers.legacy": buffer,
     "deep_ep.hybrid_ep_buffer": hybrid_ep_buffer,
     "deep_ep.utils": utils,
