@@ -113,15 +113,14 @@ class EPBuffer(ElasticBuffer):
             num_sms,
             num_qps,
             previous_event,
-            None,
-            async_with_compute_stream,
-            allocate_on_comm_stream,
-            handle,
-            False,
-            do_cpu_sync,
-            do_expand,
-            do_zero_padding,
-            use_tma_aligned_col_major_sf,
+            async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+            handle=handle,
+            do_handle_copy=False,
+            do_cpu_sync=do_cpu_sync,
+            do_expand=do_expand,
+            do_zero_padding=do_zero_padding,
+            use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
         )
         if deferred:
             return _later(event, tuple(results))
@@ -157,9 +156,8 @@ class EPBuffer(ElasticBuffer):
             num_sms,
             num_qps,
             previous_event,
-            None,
-            async_with_compute_stream,
-            allocate_on_comm_stream,
+            async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
         )
         return _later(event, (out, weights)) if deferred else (out, weights, event)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from triton_ep.distributed import check_group
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
-from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room, room_like, room_of_mxfp8
+from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room, room_of_mxfp8
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
 from triton_ep.integrations.te.symmetric import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
@@ -223,6 +224,11 @@ def _payload(recipe: Recipe | None, which: str) -> str | None:
     return None if recipe is None else "mxfp8"
 
 
+def _room_for(recipe: Recipe | None) -> Callable[[str, torch.Tensor, Sequence[int], torch.dtype], torch.Tensor]:
+    """Function that finds room for rows of a recipe in a tensor of the caller."""
+    return room if recipe is None else room_of_mxfp8
+
+
 class EpBuffer:
     """State of one dispatch, its combine, and both backward passes.
 
@@ -354,7 +360,8 @@ def ep_dispatch(
     if not buffer.eager and not buffer.drop_on_overflow:
         _check_overflow(buffer, desc)
     if recv_tokens is not None:
-        rows = Into.apply(rows, room_like("recv_tokens", recv_tokens, rows))
+        room_for = _room_for(buffer.dispatch_fwd_quant_recipe)
+        rows = Into.apply(rows, room_for("recv_tokens", recv_tokens, rows.shape, rows.dtype))
     if recv_topk_weights is not None:
         weights = Into.apply(weights, room("recv_topk_weights", recv_topk_weights, weights.shape, weights.dtype))
     return rows, weights, buffer.tokens_per_expert
@@ -387,11 +394,8 @@ def _check_dispatch(buffer: EpBuffer, given: tuple[Any, Any, Any], recv_tokens: 
     check.tensor("topk_weights", topk_weights, device=buffer.device)
     least = buffer.recv_capacity_per_rank or 0
     if recv_tokens is not None:
-        shape = (least, buffer.hidden_dim)
-        if buffer.dispatch_fwd_quant_recipe is None:
-            room("recv_tokens", recv_tokens, shape, buffer.payload_dtype)
-        else:
-            room_of_mxfp8("recv_tokens", recv_tokens, shape, buffer.payload_dtype)
+        room_for = _room_for(buffer.dispatch_fwd_quant_recipe)
+        room_for("recv_tokens", recv_tokens, (least, buffer.hidden_dim), buffer.payload_dtype)
     if recv_topk_weights is not None:
         room("recv_topk_weights", recv_topk_weights, (least,), torch.float32)
 
@@ -439,7 +443,7 @@ def ep_combine(
     if num_local_tokens is not None:
         num_local_tokens = check.integer("num_local_tokens", num_local_tokens, 0)
     if grad_out is not None:
-        room_for = room if buffer.combine_bwd_quant_recipe is None else room_of_mxfp8
+        room_for = _room_for(buffer.combine_bwd_quant_recipe)
         expert_out = GradientInto.apply(expert_out, room_for("grad_out", grad_out, expert_out.shape, expert_out.dtype))
     tokens = desc.num_dispatch_token_cur_rank
     wanted = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens

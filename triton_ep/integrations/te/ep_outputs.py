@@ -50,12 +50,6 @@ def room_of_mxfp8(name: str, target: torch.Tensor, shape: Sequence[int], dtype: 
     return MXTensor.from_qdata_and_scales(qdata, found[elements:][:scales].view(rows, hidden // 32), dtype)
 
 
-def room_like(name: str, target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The part of the caller's tensor `target` that holds `values`; raises as `room` and `room_of_mxfp8` do."""
-    make = room_of_mxfp8 if isinstance(values, MXTensor) else room
-    return make(name, target, values.shape, values.dtype)
-
-
 class Into(torch.autograd.Function):
     """Copy values into a tensor of the caller; the gradient passes through unchanged."""
 
