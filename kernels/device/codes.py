@@ -126,6 +126,17 @@ STEPS = 8
 """Most steps of a call. After each step, ranks that wait for its rows may go on."""
 PARTS = STEPS**2
 """Parts of a rank's tokens. Steps begin and end at multiples of a part."""
+DISPATCH_BOUNDS = (0, 6, 16, 29, 41, 51, 58, 63, PARTS)
+"""Parts sent after 0 to STEPS steps of a dispatch. The first step is short, because rows can be laid out only after it;
+the last is shorter, because its rows are laid out after everything else is done."""
+COMBINE_BOUNDS = (0, 2, 10, 20, 32, 43, 54, 61, PARTS)
+"""The same for rows that a combine stages, and then pulls."""
+BOUND_BITS = 7
+
+
+def packed_bounds(bounds: tuple[int, ...]) -> int:
+    """Bounds as one number, BOUND_BITS for each, the first in the lowest bits."""
+    return sum(bound << BOUND_BITS * step for step, bound in enumerate(bounds))
 
 
 def partial_stride(hidden):

@@ -49,6 +49,25 @@ class RowTile(NamedTuple):
     TILES: tl.constexpr
 
 
+class SumTile(NamedTuple):
+    """Tile of sums, and how its loop loads the rows that it sums.
+
+    The compiler turns these loads into asynchronous copies to shared memory, STAGES - 1 tiles ahead of the sums, so
+    that more rows are on their way than registers could hold.
+
+    Attributes:
+        ROWS, BLOCK_H, TILES: as in `RowTile`.
+        AT_ONCE: rows of one sum that are copied ahead; rows past them are loaded when the sum gets to them.
+        STAGES: see above; 1 copies nothing ahead.
+    """
+
+    ROWS: tl.constexpr
+    BLOCK_H: tl.constexpr
+    TILES: tl.constexpr
+    AT_ONCE: tl.constexpr
+    STAGES: tl.constexpr
+
+
 class Choices(NamedTuple):
     """Number of experts per token.
 

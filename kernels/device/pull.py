@@ -5,11 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import COMBINE_WEIGHT, COMBINE_X, buffer_ptrs
-from .job import on_my_node
-
-PULLED = tl.constexpr(4)
-"""Rows of one token in flight at once; with fewer rows per token, a tile has more tokens (plans/exchange.py)."""
+from .buffers import COMBINE_WEIGHT, COMBINE_X, table_ptrs
+from .job import first_local, is_local, on_my_node
 
 
 @triton.jit
@@ -65,59 +62,104 @@ class PulledRows(NamedTuple):
     PARTIAL_DTYPE: tl.constexpr
 
 
-@triton.constexpr_function
-def pull_batches(compact, topk, node_ranks):
-    """Rows of one token that are loaded at once, and the number of its entries that are examined.
+class Bases(NamedTuple):
+    """Addresses [LWP] int64 of the combine buffers of this node's ranks, and of their weights."""
 
-    A list without gaps has at most one row per rank of the node, so the first batch may hold all rows. The kernel still
-    checks for a second batch: without that branch after the first loads, the compiler spreads the loads between their
-    uses, and half as many rows are in flight (4 x H200: a combine of 4096 tokens takes 700 us instead of 570).
-    """
-    most = min(topk, node_ranks) if compact else topk
-    batch = min(PULLED.value, most)
-    return batch, min(topk, max(most, 2 * batch))
+    rows: Any
+    weights: Any
+
+
+@triton.jit
+def bases_of_node(job, LWP: tl.constexpr):
+    """The `Bases` of this node."""
+    local = tl.arange(0, LWP)
+    ranks = first_local(job) + local
+    rows = tl.load(table_ptrs(job, COMBINE_X, ranks), mask=is_local(job, local), other=0)
+    return Bases(rows, tl.load(table_ptrs(job, COMBINE_WEIGHT, ranks), mask=is_local(job, local), other=0))
+
+
+@triton.constexpr_function
+def power_of_2(n):
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.constexpr_function
+def fewer(a, b):
+    """The smaller of two numbers."""
+    return min(a, b)
+
+
+@triton.constexpr_function
+def most_pulled(compact, topk, node_ranks):
+    """Most entries of a token that name a row. A list without gaps has at most one row per rank of the node."""
+    return min(topk, node_ranks) if compact else topk
+
+
+@triton.jit
+def _pointers(bases, local, DTYPE: tl.constexpr):
+    """Pointers [ROWS] to the buffers of local ranks [ROWS], given the addresses [LWP] of all; multiples of 16 bytes."""
+    every = tl.arange(0, bases.shape[0])[None, :]
+    address = tl.sum(tl.where(every == local[:, None], bases[None, :], 0), axis=1)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def _add_entries(
+    rows,  # PulledRows
+    bases,  # Bases
+    acc,  # [ROWS, BLOCK_H] float32
+    local,  # [ROWS, KP] local ranks
+    row,  # [ROWS, KP] rows in their combine buffers, -1 = none
+    h,  # first column of the tile
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Add to `acc` the rows of entries FIRST to END - 1, all of which are loaded first."""
+    offs = h + tl.arange(0, acc.shape[1])[None, :]
+    entry = tl.arange(0, row.shape[1])[None, :]
+    tiles = ()
+    weights = ()
+    for k in tl.static_range(FIRST, END):
+        number = tl.max(tl.where(entry == k, row, -1), axis=1)
+        rank = tl.sum(tl.where(entry == k, local, 0), axis=1)
+        here = number >= 0
+        source = _pointers(bases.rows, rank, DTYPE) + number.to(tl.int64) * rows.hidden
+        tiles += (tl.load(source[:, None] + offs, mask=here[:, None] & (offs < rows.hidden), other=0.0),)
+        if rows.HAS_WEIGHTS:
+            weights += (tl.load(_pointers(bases.weights, rank, tl.float32) + number, mask=here, other=0.0),)
+    for k in tl.static_range(len(tiles)):
+        part = tiles[k].to(tl.float32)
+        if rows.HAS_WEIGHTS:
+            part *= weights[k][:, None]
+        acc += part
+    return acc
 
 
 @triton.jit
 def pull_sum(
     job,
     rows,  # PulledRows
+    bases,  # Bases
     acc,  # [ROWS, BLOCK_H] float32
     alive,  # [ROWS]
     h,  # first column of the tile
     held,  # Held
     DTYPE: tl.constexpr,
     TOPK: tl.constexpr,
-    LWP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
-    BLOCK_H: tl.constexpr = acc.shape[1]
-    BATCHES: tl.constexpr = pull_batches(rows.REDUCED, TOPK, LWP)
-    BATCH: tl.constexpr = BATCHES[0]
-    LOOKED_AT: tl.constexpr = BATCHES[1]
-    for first in tl.static_range(0, LOOKED_AT, BATCH):
-        row = tl.load(held.row_ptrs + first, mask=alive, other=-1)
-        # Without gaps, a later batch is empty if all its first entries are, as they mostly are.
-        if first == 0 or (not rows.REDUCED or tl.sum((row >= 0).to(tl.int32)) > 0):
-            tiles = ()
-            weights = ()
-            # The last batch is as long as the others: a branch cannot change the length of a tuple.
-            for k in tl.static_range(first, first + BATCH):
-                is_entry = alive & (k < TOPK)
-                peer = tl.load(held.rank_ptrs + k, mask=is_entry, other=-1)
-                row = tl.load(held.row_ptrs + k, mask=is_entry, other=-1)
-                here = (row >= 0) & (row < rows.row_capacity) & on_my_node(job, peer)
-                source = buffer_ptrs(job, COMBINE_X, peer, here, DTYPE)
-                source += row.to(tl.int64) * rows.hidden
-                offs = h + tl.arange(0, BLOCK_H)
-                mask = here[:, None] & (offs < rows.hidden)[None, :]
-                tiles += (tl.load(source[:, None] + offs[None, :], mask=mask, other=0.0),)
-                if rows.HAS_WEIGHTS:
-                    weight_ptrs = buffer_ptrs(job, COMBINE_WEIGHT, peer, here, tl.float32)
-                    weights += (tl.load(weight_ptrs + row, mask=here, other=0.0),)
-            for k in tl.static_range(len(tiles)):
-                tile = tiles[k].to(tl.float32)
-                if rows.HAS_WEIGHTS:
-                    tile *= weights[k][:, None]
-                acc += tile
+    MOST: tl.constexpr = most_pulled(rows.REDUCED, TOPK, bases.rows.shape[0])
+    entry = tl.arange(0, power_of_2(TOPK))[None, :]
+    mask = alive[:, None] & (entry < TOPK)
+    peer = tl.load(held.rank_ptrs[:, None] + entry, mask=mask, other=-1)
+    row = tl.load(held.row_ptrs[:, None] + entry, mask=mask, other=-1)
+    row = tl.where((row < rows.row_capacity) & on_my_node(job, peer), row, -1)
+    local = peer - first_local(job)
+    acc = _add_entries(rows, bases, acc, local, row, h, 0, fewer(AT_ONCE, MOST), DTYPE)
+    for first in tl.static_range(AT_ONCE, MOST, AT_ONCE):
+        if tl.max(tl.where(entry >= first, row, -1)) >= 0:
+            acc = _add_entries(rows, bases, acc, local, row, h, first, fewer(first + AT_ONCE, MOST), DTYPE)
     return acc

@@ -13,7 +13,7 @@ import triton.language as tl
 from .buffers import EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
 from .calls import CALLS_COMBINE, report_calls
 from .job import first_local, is_local, local_rank, state_at
-from .tables import PARTS, STEPS
+from .tables import PARTS, STEPS, parts_staged
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, release_flags, wait_tagged
 
 
@@ -106,5 +106,5 @@ def staged_steps(job):
 
 @triton.jit
 def staged_part(rows, step):
-    """How many of a source's `rows` rows are staged after `step` of STEPS steps; the first steps are short."""
-    return rows * (step * step) // PARTS
+    """How many of a source's `rows` rows are staged after `step` of STEPS steps."""
+    return rows * parts_staged(step) // PARTS

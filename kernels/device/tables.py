@@ -46,9 +46,10 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
-Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. 4 steps (`part_of_step`) have the bounds 0,
-              28, 48, 60, 64: of 128 chunks they take 56, 40, 24, 8. After each of its 8 steps, a combine has staged
-              1, 4, 9, 16, 25, 36, 49, 64 of a source's 64 rows (`staged_part`, staging.py).
+Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
+              chunks a dispatch of 8 steps sends 12, 20, 26, 24, 20, 14, 10, 2; one of 4 steps, with the bounds 0, 16,
+              41, 58, 64, sends 32, 50, 34, 12. After each of its 8 steps, a combine has staged 2, 10, 20, 32, 43, 54,
+              61, 64 of a source's 64 rows (`staged_part`, staging.py).
 """
 
 from typing import Any, NamedTuple
@@ -81,6 +82,10 @@ TAIL_WORDS = tl.constexpr(codes.TAIL_WORDS)
 
 STEPS = tl.constexpr(codes.STEPS)
 PARTS = tl.constexpr(codes.PARTS)
+_BOUND_BITS = tl.constexpr(codes.BOUND_BITS)
+_BOUND_MASK = tl.constexpr(2**codes.BOUND_BITS - 1)
+_DISPATCH_BOUNDS = tl.constexpr(codes.packed_bounds(codes.DISPATCH_BOUNDS))
+_COMBINE_BOUNDS = tl.constexpr(codes.packed_bounds(codes.COMBINE_BOUNDS))
 
 BAD_ENTRY = tl.constexpr(0)
 """Index of a chunk's first illegal entry among this rank's T * K entries; 2**31 - 1 = none."""
@@ -98,10 +103,21 @@ def part_begin(part, num_chunks):
 
 
 @triton.jit
+def _bound(BOUNDS: tl.constexpr, steps):
+    """The bound at `steps`, a number or a block of them, of packed bounds."""
+    return ((tl.full([], BOUNDS, tl.int64) >> (steps * _BOUND_BITS)) & _BOUND_MASK).to(tl.int32)
+
+
+@triton.jit
+def parts_staged(steps):
+    """Of PARTS parts of the rows, how many a combine stages in the first `steps` of STEPS steps."""
+    return _bound(_COMBINE_BOUNDS, steps)
+
+
+@triton.jit
 def part_of_step(step, num_steps):
-    """Part, in 64ths of the rows, at which a step of a dispatch begins. Steps shrink, so the last one is short."""
-    left = (num_steps - step) * STEPS // num_steps
-    return PARTS - left * left
+    """Part of the rows at which a step of a dispatch in `num_steps` steps begins."""
+    return _bound(_DISPATCH_BOUNDS, step * STEPS // num_steps)
 
 
 class Entries(NamedTuple):

@@ -21,16 +21,16 @@ import triton.language as tl
 from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
 from ..device.calls import MIXED_TAG, Combine, combine_tag
 from ..device.job import Job, num_nodes, other_node, state_at
-from ..device.payload import Tile
+from ..device.payload import SumTile
 from ..device.post import Chunk, Network, put_chunk
-from ..device.pull import Held, PulledRows, pull_sum
+from ..device.pull import Held, PulledRows, bases_of_node, pull_sum
 from ..device.staging import Staged, report_staged, wait_staged
 from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
 from ..spec import ep_kernel
 
 
-@ep_kernel(like_x_ptr="*{TOKEN}", forward_ptr="*i32", specialised=("hidden",), num_warps=32)
+@ep_kernel(like_x_ptr="*{TOKEN}", forward_ptr="*i32", specialised=("hidden",), num_warps=None)
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype; only its type is used
     combine: Combine,
@@ -40,7 +40,7 @@ def combine_partial_kernel(
     staged: Staged,
     TOPK: tl.constexpr,
     network: Network,
-    tile: Tile,
+    tile: SumTile,
 ):
     tag = combine_tag(job, combine)
     ready, differ = wait_staged(job, staged, STEPS // 2 if rows.REDUCED else STEPS, tag)
@@ -54,6 +54,7 @@ def combine_partial_kernel(
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         stride = partial_stride(rows.hidden)
         offs = tl.arange(0, tile.BLOCK_H)
+        bases = bases_of_node(job, staged.LWP)
         send_ptr = own_buffer(job, PARTIAL_SEND, rows.PARTIAL_DTYPE)
         row_bytes = tl.cast(stride, tl.int64) * (rows.PARTIAL_DTYPE.primitive_bitwidth // 8)
         num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, network.CHUNK)
@@ -63,25 +64,27 @@ def combine_partial_kernel(
             first = chunk * network.CHUNK
             tokens = tl.where(ready, tokens, 0)
             if first < tokens:
-                for start in range(0, network.CHUNK, tile.ROWS):
-                    slot = first + start + tl.arange(0, tile.ROWS)
+                pieces = tl.cdiv(tl.minimum(tokens - first, network.CHUNK), tile.ROWS) * tile.TILES
+                for piece in tl.range(0, pieces, num_stages=tile.STAGES):
+                    slot = first + piece // tile.TILES * tile.ROWS + tl.arange(0, tile.ROWS)
                     alive = slot < tokens
                     row = (node * job.max_tokens + slot).to(tl.int64)
-                    for h in range(0, rows.hidden, tile.BLOCK_H):
-                        acc = pull_sum(
-                            job,
-                            rows,
-                            tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
-                            alive,
-                            h,
-                            Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
-                            like_x_ptr.dtype.element_ty,
-                            TOPK,
-                            staged.LWP,
-                        )
-                        mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
-                        dest = send_ptr + row[:, None] * stride + h + offs[None, :]
-                        tl.store(dest, acc.to(rows.PARTIAL_DTYPE), mask=mask)
+                    h = piece % tile.TILES * tile.BLOCK_H
+                    acc = pull_sum(
+                        job,
+                        rows,
+                        bases,
+                        tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
+                        alive,
+                        h,
+                        Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
+                        like_x_ptr.dtype.element_ty,
+                        TOPK,
+                        tile.AT_ONCE,
+                    )
+                    mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
+                    dest = send_ptr + row[:, None] * stride + h + offs[None, :]
+                    tl.store(dest, acc.to(rows.PARTIAL_DTYPE), mask=mask)
             if (first < tokens) | (chunk == 0):
                 count = tl.minimum(tl.maximum(tokens - first, 1), network.CHUNK)
                 put_chunk(

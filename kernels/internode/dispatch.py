@@ -390,7 +390,7 @@ def internode_forward_kernel(
             reach = tl.full([senders.LWP], ALL_ROWS, tl.int32)
             reached = tl.cast(STEPS, tl.int32)
             if (step + 1 < num_steps) & arrived:
-                last = end - 1
+                last = tl.maximum(end - 1, 0)  # a step may have no chunk
                 flag = node * chunks.MAX_CHUNKS + last
                 arrived = wait_flags(job, flags_ptr + last + one, one == 0, epoch, WAIT_NETWORK_ROWS, flag)
                 if arrived:

@@ -54,9 +54,9 @@ from ..device.job import (
     rank_of,
     state_at,
 )
-from ..device.payload import Tile
+from ..device.payload import SumTile, Tile
 from ..device.post import Network, post_flag
-from ..device.pull import Held, PulledRows, pull_sum
+from ..device.pull import Held, PulledRows, bases_of_node, fewer, power_of_2, pull_sum
 from ..device.staging import Staged, Stagers, release_staged, report_staged, staged_part, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
@@ -74,6 +74,7 @@ from ..device.tables import (
     num_rows_of,
     part_begin,
     partial_stride,
+    parts_staged,
     rank_columns_of,
     report_ptrs,
     row_of,
@@ -138,19 +139,6 @@ class Sums(NamedTuple):
     HAS_BIAS: tl.constexpr
 
 
-class PullTile(NamedTuple):
-    """Block that a program of the pull handles at once.
-
-    Attributes:
-        BLOCK_T: tokens of a routing chunk.
-        ROWS, BLOCK_H: as in `Tile`.
-    """
-
-    BLOCK_T: tl.constexpr
-    ROWS: tl.constexpr
-    BLOCK_H: tl.constexpr
-
-
 @triton.jit
 def _wait_free(job, WP: tl.constexpr):
     """Wait until no rank reads this rank's combine_x any more."""
@@ -205,29 +193,74 @@ def combine_stage_kernel(
 
 
 @triton.jit
-def _reduce_rows(
+def _without_lowest(bits):
+    """`bits` [ROWS] uint32 without the lowest bit set in each, and the number of that bit; negative if none is set."""
+    rest = bits & (bits - 1)
+    return rest, ((bits ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _output(rows, copy, here, offs, hidden):
+    """Columns `offs` [1, BLOCK_H] of rows `copy` [ROWS] of y in float32, times their weights; zeros unless `here`."""
+    ptrs = rows.y_ptr + copy.to(tl.int64)[:, None] * hidden + offs
+    row = tl.load(ptrs, mask=here[:, None] & (offs < hidden), other=0.0).to(tl.float32)
+    if rows.HAS_WEIGHTS:
+        row *= tl.load(rows.weights_ptr + copy, mask=here, other=0.0)[:, None]
+    return row
+
+
+@triton.jit
+def _add_outputs(
+    rows,  # ExpertRows
+    acc,  # [ROWS, BLOCK_H] float32
+    copies,  # [ROWS, KP] rows of y
+    left,  # [ROWS] uint32, bits of the slots to add
+    offs,  # [1, BLOCK_H] columns
+    hidden,
+    NUMBER: tl.constexpr,
+):
+    """Add the rows of the first NUMBER slots in `left`; returns the slots left, too."""
+    slot = tl.arange(0, copies.shape[1])[None, :]
+    for _ in tl.static_range(NUMBER):
+        here = left != 0
+        left, first = _without_lowest(left)
+        copy = tl.sum(tl.where(slot == first[:, None], copies, 0), axis=1)
+        acc += _output(rows, copy, here, offs, hidden)
+    return acc, left
+
+
+@triton.jit
+def _reduce_tile(
     rows,  # ExpertRows
     copies_ptrs,  # [ROWS] pointers to K rows of y, -1 = none
     dest_ptrs,  # [ROWS]
     alive,  # [ROWS]
+    h,  # first column of the tile
     hidden,
     TOPK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile,
 ):
-    """Store sums of rows of y, computed in float32 in k order and rounded once."""
-    offs = tl.arange(0, BLOCK_H)
-    for h in range(0, hidden, BLOCK_H):
-        in_row = (h + offs < hidden)[None, :]
-        acc = tl.zeros([alive.shape[0], BLOCK_H], tl.float32)
+    """Store a tile of sums of rows of y, computed in float32 in k order and rounded once.
+
+    With AT_ONCE below K no more rows are loaded and added than there are, because most tokens have few assignments on
+    one rank. The same instructions for all K slots take less time if others can be spared for them.
+    """
+    offs = (h + tl.arange(0, tile.BLOCK_H))[None, :]
+    acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
+    if tile.AT_ONCE < TOPK:
+        slot = tl.arange(0, power_of_2(TOPK))[None, :]
+        copies = tl.load(copies_ptrs[:, None] + slot, mask=alive[:, None] & (slot < TOPK), other=-1)
+        bits = tl.full(copies.shape, 1, tl.uint32) << slot.to(tl.uint32)
+        left = tl.sum(tl.where(copies >= 0, bits, 0), axis=1)
+        acc, left = _add_outputs(rows, acc, copies, left, offs, hidden, tile.AT_ONCE)
+        for first in tl.static_range(tile.AT_ONCE, TOPK, tile.AT_ONCE):
+            if tl.max((left != 0).to(tl.int32)) > 0:
+                acc, left = _add_outputs(rows, acc, copies, left, offs, hidden, fewer(tile.AT_ONCE, TOPK - first))
+    else:
         for k in tl.static_range(TOPK):
             copy = tl.load(copies_ptrs + k, mask=alive, other=-1)
-            ptrs = rows.y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-            part = tl.load(ptrs, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-            if rows.HAS_WEIGHTS:
-                part *= tl.load(rows.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
-            acc += part
-        dest = dest_ptrs[:, None] + h + offs[None, :]
-        tl.store(dest, acc.to(rows.y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+            acc += _output(rows, copy, copy >= 0, offs, hidden)
+    tl.store(dest_ptrs[:, None] + offs, acc.to(rows.y_ptr.dtype.element_ty), mask=alive[:, None] & (offs < hidden))
 
 
 @triton.jit
@@ -246,7 +279,22 @@ def _gather_slots(
     tl.store(dest_ptrs[:, None] + slot, tl.load(values_ptr + copy, mask=copy >= 0, other=0.0), mask=mask)
 
 
-@ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=32)
+@triton.jit
+def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
+    """Staging rows of `source`, a rank or a block of ranks, that are reduced after `step` and up to `reached` of STEPS
+    steps: the first one, and the end."""
+    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=is_rank(job, source), other=0)
+    count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), mask=is_rank(job, source), other=0)
+    # Some rows of every source, so that all sources can begin to pull. With several nodes two steps: rows whose sums
+    # cross the network come first (internode/combine.py).
+    many = has_other_nodes(job)
+    mine = on_my_node(job, source) == (step > 0)
+    begin = first + tl.where(many, 0, staged_part(count, step))
+    end = first + tl.where(many, tl.where(mine, count, 0), staged_part(count, reached))
+    return begin, tl.minimum(end, num_rows)
+
+
+@ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=None)
 def combine_reduce_kernel(
     rows: ExpertRows,
     copies: TokenCopies,
@@ -256,39 +304,34 @@ def combine_reduce_kernel(
     num_steps,  # divides STEPS; with several nodes 2
     WP: tl.constexpr,
     stagers: Stagers,
-    tile: Tile,
+    tile: SumTile,
 ):
     tag = combine_tag(job, combine)
     if _wait_free(job, WP):
         combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
-        tiles_before = tl.zeros([], tl.int32)
+        items_before = tl.zeros([], tl.int32)
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            for source in range(job.num_ranks):
-                first = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_FIRST_ARRIVAL))
-                count = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_ARRIVALS_HERE))
-                if has_other_nodes(job):
-                    # Two steps: rows whose sums cross the network come first (internode/combine.py).
-                    mine = on_my_node(job, source) == (turn == 1)
-                    begin = first
-                    end = tl.minimum(first + tl.where(mine, count, 0), num_rows)
+            begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
+            # Sources take turns: their numbers of rows are similar, and the loop stays one loop, which copies ahead.
+            items = tl.max(tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS)) * job.num_ranks * tile.TILES
+            mine = my_first(0, items_before)
+            for item in tl.range(mine, items, tl.num_programs(0), num_stages=tile.STAGES):
+                number = item // tile.TILES
+                source = number % job.num_ranks
+                begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
+                row = begin + number // job.num_ranks * tile.ROWS + tl.arange(0, tile.ROWS)
+                alive = row < end
+                copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
+                dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
+                if copies.OF_SLOTS:
+                    _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
                 else:
-                    # Some rows of every source, so that all sources can begin to pull.
-                    begin = first + staged_part(count, step)
-                    end = tl.minimum(first + staged_part(count, reached), num_rows)
-                tiles = tl.cdiv(tl.maximum(end - begin, 0), tile.ROWS)
-                for number in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
-                    row = begin + number * tile.ROWS + tl.arange(0, tile.ROWS)
-                    alive = row < end
-                    copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
-                    dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
-                    if copies.OF_SLOTS:
-                        _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
-                    else:
-                        _reduce_rows(rows, copies_ptrs, dest_ptrs, alive, hidden, copies.TOPK, tile.BLOCK_H)
-                tiles_before += tiles
+                    h = item % tile.TILES * tile.BLOCK_H
+                    _reduce_tile(rows, copies_ptrs, dest_ptrs, alive, h, hidden, copies.TOPK, tile)
+            items_before += items
             release_staged(job, reached, tag, stagers)
 
 
@@ -320,7 +363,7 @@ def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
     step_rows_ptr = step_rows_of(job, placement_ptr)
     mask = is_local(job, local) & (part < PARTS)
     needed = tl.load(step_rows_ptr + part * job.ranks_per_node + local, mask=mask, other=0)
-    needed = tl.where(part < PARTS, needed, in_all)
+    needed += in_all * (part // PARTS)
     steps = tl.arange(0, STEPS)[None, :]
     short = staged_part(in_all[:, None], steps) < needed[:, None]
     return tl.max(tl.sum(short.to(tl.int32), axis=1))
@@ -355,9 +398,10 @@ def _first_sum(sums, at, mask):
     """Initial float32 sums of a tile: biases at elements `at`, or zeros."""
     acc = tl.zeros(mask.shape, tl.float32)
     if sums.HAS_BIAS:
-        acc += tl.load(sums.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        two = mask & (sums.num_biases > 1)
-        acc += tl.load(sums.second_bias_ptr + at, mask=two, other=0.0).to(tl.float32)
+        if sums.num_biases > 0:  # a branch: only loads outside of branches are copied ahead (SumTile)
+            acc += tl.load(sums.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            two = mask & (sums.num_biases > 1)
+            acc += tl.load(sums.second_bias_ptr + at, mask=two, other=0.0).to(tl.float32)
     return acc
 
 
@@ -367,7 +411,7 @@ def _first_sum(sums, at, mask):
     second_bias_ptr="*{TOKEN}",
     entries_ptr="*i32",
     specialised=("hidden",),
-    num_warps=32,
+    num_warps=None,
 )
 def combine_pull_kernel(
     sums: Sums,
@@ -379,14 +423,15 @@ def combine_pull_kernel(
     num_steps,  # divides STEPS
     network: Network,
     NNP: tl.constexpr,  # nodes rounded up to a power of two; 1 = one node, no partial sums
-    tile: PullTile,
+    BLOCK_T: tl.constexpr,  # tokens of a routing chunk
+    tile: SumTile,
 ):
     ELEMENT: tl.constexpr = sums.out_ptr.dtype.element_ty
     rank_ptr = entry_field(entries, PULL_RANK if rows.REDUCED else OWNER)
     row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
-    num_chunks = tl.cdiv(entries.num_tokens, tile.BLOCK_T)
-    offs = tl.arange(0, tile.BLOCK_H)
+    num_chunks = tl.cdiv(entries.num_tokens, BLOCK_T)
+    bases = bases_of_node(job, staged.LWP)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
     ready = tl.load(state_at(job, STATUS)) == 0
@@ -400,34 +445,39 @@ def combine_pull_kernel(
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
             if rows.REDUCED:
-                steps = _steps_needed(job, combine.placement_ptr, reached * reached, staged.LWP)
+                steps = _steps_needed(job, combine.placement_ptr, parts_staged(reached), staged.LWP)
                 # Hear every rank by the last turn, even one without rows for this rank: its tag must be compared.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
             ready, _ = wait_staged(job, staged, steps, tag)
         if ready:
-            begin = part_begin(step * step, num_chunks) * tile.BLOCK_T
-            end = tl.minimum(part_begin(reached * reached, num_chunks) * tile.BLOCK_T, entries.num_tokens)
-            for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
-                token = number * tile.ROWS + tl.arange(0, tile.ROWS)
+            begin = part_begin(parts_staged(step), num_chunks) * BLOCK_T
+            end = tl.minimum(part_begin(parts_staged(reached), num_chunks) * BLOCK_T, entries.num_tokens)
+            items = tl.cdiv(end, tile.ROWS) * tile.TILES
+            mine = my_first(begin // tile.ROWS * tile.TILES, 0)
+            for item in tl.range(mine, items, tl.num_programs(0), num_stages=tile.STAGES):
+                token = item // tile.TILES * tile.ROWS + tl.arange(0, tile.ROWS)
                 alive = token < end
-                for h in range(0, rows.hidden, tile.BLOCK_H):
-                    at = token.to(tl.int64)[:, None] * rows.hidden + h + offs[None, :]
-                    mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
-                    acc = pull_sum(
-                        job,
-                        rows,
-                        _first_sum(sums, at, mask),
-                        alive,
-                        h,
-                        Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
-                        ELEMENT,
-                        entries.TOPK,
-                        staged.LWP,
-                    )
-                    if NNP > 1:
+                h = item % tile.TILES * tile.BLOCK_H
+                offs = h + tl.arange(0, tile.BLOCK_H)
+                at = token.to(tl.int64)[:, None] * rows.hidden + offs[None, :]
+                mask = alive[:, None] & (offs < rows.hidden)[None, :]
+                acc = pull_sum(
+                    job,
+                    rows,
+                    bases,
+                    _first_sum(sums, at, mask),
+                    alive,
+                    h,
+                    Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
+                    ELEMENT,
+                    entries.TOPK,
+                    tile.AT_ONCE,
+                )
+                if NNP > 1:
+                    if has_other_nodes(job):  # a branch around the loop inside: the compiler copies ahead in one loop
                         slot_ptrs = partial_row_ptr + token * entries.TOPK
                         acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, rows.hidden, entries.TOPK)
-                    tl.store(sums.out_ptr + at, acc.to(ELEMENT), mask=mask)
+                tl.store(sums.out_ptr + at, acc.to(ELEMENT), mask=mask)
     if not ready:
         report_staged(job, staged, tag)
     if last_to_arrive(job, tl.num_programs(0)):

@@ -37,7 +37,7 @@ from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import tuning
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import exchange
-from triton_ep.runtime.plans.shape import Plan
+from triton_ep.runtime.plans.shape import Plan, Shape
 from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry
 
 TURNS = 3
@@ -55,6 +55,9 @@ class Way:
         expanding: its programs per free multiprocessor.
         layers: layers that may dispatch at the same time; 1 leaves room for more waiting programs.
         reducing: programs that sum rows concurrently with the pull.
+        budget: multiprocessors for the whole exchange.
+        pulling: share of a budget that pulls rows.
+        reduce_tile, pull_tile: (warps, elements, rows copied ahead per sum, stages, registers) of these kernels.
     """
 
     num_sm: int = 20
@@ -67,6 +70,10 @@ class Way:
     expanding: tuple[int, int] | None = None
     layers: int | None = None
     reducing: int | None = None
+    budget: int | None = None
+    pulling: tuple[int, int] | None = None
+    reduce_tile: tuple[int, int, int, int, int] | None = None
+    pull_tile: tuple[int, int, int, int, int] | None = None
 
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in vars(self).items() if value is not None and name != "num_sm"]
@@ -77,21 +84,24 @@ DISPATCH = (
     Way(),
     Way(num_sm=24),
     Way(num_sm=32),
-    Way(push=(2, 16)),
-    Way(num_sm=24, push=(2, 16)),
-    Way(num_sm=24, push=(2, 16), layers=1, expanding=(5, 2)),
-    Way(num_sm=32, push=(2, 16), layers=1, expanding=(3, 1)),
-    Way(num_sm=32, push=(2, 16), registers=80, expanding=(5, 2)),
-    Way(num_sm=24, push=(2, 16), registers=80, block=1024, expanding=(2, 1)),
+    Way(num_sm=24, expanding=(3, 2)),
+    Way(num_sm=32, expanding=(5, 2)),
+    Way(num_sm=24, push=(2, 32)),
+    Way(num_sm=16),
 )
 COMBINE = (
     Way(),
     Way(num_sm=24),
-    Way(reducing=28),
-    Way(reducing=56),
-    Way(num_sm=24, reducing=40),
-    Way(num_sm=24, reducing=40, pull=(1, 32)),
-    Way(num_sm=24, reducing=40, pull=(2, 32)),
+    Way(num_sm=32),
+    Way(num_sm=24, reduce_tile=(8, 4096, 4, 3, 96)),
+    Way(num_sm=24, reduce_tile=(8, 8192, 8, 1, 128)),
+    Way(num_sm=24, reduce_tile=(16, 8192, 8, 1, 96)),
+    Way(num_sm=24, reducing=72),
+    Way(budget=24),
+    Way(budget=24, pulling=(1, 4)),
+    Way(budget=24, pulling=(1, 3)),
+    Way(budget=24, reduce_tile=(8, 4096, 4, 3, 80)),
+    Way(budget=24, reduce_tile=(4, 4096, 4, 3, 104)),
 )
 
 
@@ -103,7 +113,8 @@ class WrongResult(Exception):
 def _changed(way: Way) -> Iterator[None]:
     """Use plans and grids of this way for layers that launch inside the block."""
     expand_plan, combining = exchange.expand, combine_ops.combining_programs
-    share, layers = tuning._EXPANDING_SHARE, tuning._LAYERS
+    reduce_plan, pull_plan = exchange.reduce, exchange.pull
+    share, layers, pulling = tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE
 
     def expand(*args: Any) -> Plan:
         plan = expand_plan(*args)
@@ -116,14 +127,33 @@ def _changed(way: Way) -> Iterator[None]:
         programs = combining(*args)
         return programs if way.reducing is None else programs._replace(publishing=way.reducing)
 
-    exchange.expand = expand
+    def reduce(s: Any, *args: Any) -> Plan:
+        return _tiled(reduce_plan(s, *args), s, way.reduce_tile)
+
+    def pull(s: Any, *args: Any) -> Plan:
+        return _tiled(pull_plan(s, *args), s, way.pull_tile)
+
+    exchange.expand, exchange.reduce, exchange.pull = expand, reduce, pull
     combine_ops.combining_programs = combining_programs
     tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
+    tuning._PULL_SHARE = way.pulling or pulling
     try:
         yield
     finally:
         exchange.expand, combine_ops.combining_programs = expand_plan, combining
-        tuning._EXPANDING_SHARE, tuning._LAYERS = share, layers
+        exchange.reduce, exchange.pull = reduce_plan, pull_plan
+        tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE = share, layers, pulling
+
+
+def _tiled(plan: Plan, s: Shape, tile: tuple[int, int, int, int, int] | None) -> Plan:
+    """The plan with another tile of bfloat16 rows that are handled one at a time."""
+    if tile is None:
+        return plan
+    warps, block, at_once, stages, registers = tile
+    values = {"ROWS": 1, "BLOCK_H": block, "TILES": -(-s.hidden // block), "AT_ONCE": at_once, "STAGES": stages}
+    shared = (stages - 1) * at_once * block * 2 + 4096
+    plan = replace(plan, constexprs={**plan.constexprs, **values}, num_warps=warps, maxnreg=registers)
+    return replace(plan, shared_bytes=shared)
 
 
 class _Made:
@@ -139,7 +169,7 @@ class _Made:
         self.layer = EPAll2AllLayer(
             dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
             num_sm=None, tuned=entry, enable_local_combine=True, alignment=args.alignment, timeout_s=20.0,
-            payload=None if args.payload == "bf16" else args.payload,
+            payload=None if args.payload == "bf16" else args.payload, sm_budget=way.budget,
             capacity=ranks * args.tokens * args.topk // 2 + args.experts // ranks * args.alignment,
         )  # fmt: skip
         self.device = self.layer.context.device

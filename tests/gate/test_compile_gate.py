@@ -19,6 +19,7 @@ from triton_ep.kernels.spec import all_kernels
 from triton_ep.runtime.plans import Shape
 from triton_ep.runtime.plans.layers import layer_requests
 from triton_ep.runtime.plans.residency import UNCOMPILED_SHARED
+from triton_ep.runtime.plans.shape import TOKEN_BYTES
 
 NUMBERS = tuple(int(arch[3:]) for arch in ARCHS)
 KERNELS = list(all_kernels())
@@ -38,13 +39,14 @@ SPILL_LIMIT_OF_SHORT_ROWS = 96
 
 SPILLS = {
     ("dispatch_push_kernel", "BLOCK_H=512"): 448,
+    ("dispatch_push_kernel", "BLOCK_H=2048"): 96,
     ("dispatch_expand_kernel", "BLOCK_H=512"): 112,
     ("internode_forward_kernel", "BLOCK_H=1024"): 192,
     ("gate_up_kernel", "OUT=1"): 224,
 }
 """Kernels that spill with some tiles, and their limits: MXFP8 rows of 4096, and MXFP8 rows that cross nodes, whose
-tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100 after the loop over a sum, if an
-activation is quantised."""
+tiles were chosen for other rows (`triton-ep tune` may find better ones); addresses of rows that 32 warps push, which
+take less time than 16; on sm_100 after the loop over a sum, if an activation is quantised."""
 
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a program, on both architectures."""
@@ -156,15 +158,31 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
         assert facts["local_bytes"] <= limit, f"{_name(facts)} keeps {facts['local_bytes']} bytes, {limit} are allowed"
 
 
+def _counted(facts: dict[str, Any]) -> int:
+    """Bytes of shared memory that the plan of a variant counts for a program."""
+    plan = facts["kernel"].removeprefix("combine_").removesuffix("_kernel")
+    if plan not in ("reduce", "pull", "partial"):
+        return UNCOMPILED_SHARED
+    values = dict(word.split("=") for word in facts["variant"].split())
+    ahead = int(values["STAGES"]) - 1
+    if ahead == 0:
+        return UNCOMPILED_SHARED
+    rows = int(values["ROWS"])
+    token = values.get("y_ptr") or values.get("out_ptr") or values["like_x_ptr"]
+    row_bytes = int(values["BLOCK_H"]) * TOKEN_BYTES[token.removeprefix("*")]
+    lists = 16 * rows * int(values["TOPK"]) * (ahead + 1)
+    return ahead * int(values["AT_ONCE"]) * rows * row_bytes + lists + 1024
+
+
 def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(results: list[dict[str, Any]]) -> None:
     """Grids of programs that wait assume this many bytes for kernels that are not compiled yet."""
     _report(
-        f"{_name(facts)} takes {facts['shared_bytes']} bytes of shared memory, {UNCOMPILED_SHARED} are counted"
+        f"{_name(facts)} takes {facts['shared_bytes']} bytes of shared memory, {_counted(facts)} are counted"
         for facts in results
         if facts["kernel"].startswith(
             ("dispatch_", "combine_", "internode_", "compact_", "quantize_rows", "low_latency_")
         )
-        and facts["shared_bytes"] > UNCOMPILED_SHARED
+        and facts["shared_bytes"] > _counted(facts)
     )
 
 

@@ -32,13 +32,13 @@ _SLACK = 1.02  # fewer programs win if they are slower by no more than this fact
 _GAIN = 0.99  # another choice of a kernel wins if its time is below this part of the best
 _OP = {"push": "dispatch", "expand": "dispatch", "reduce": "combine", "pull": "combine"}
 _KERNELS: dict[str, tuple[tuple[int, int], ...]] = {  # rows and warps; a search begins with the built-in ones
-    "push": ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16)),
+    "push": ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16), (2, 32)),
     "expand": ((1, 2), (1, 8), (2, 4)),
     "reduce": ((1, 8), (1, 16), (2, 16), (1, 32), (2, 32)),
     "pull": ((1, 8), (1, 16), (1, 32), (2, 32)),
 }
 _QUICK_KERNELS = {
-    "push": ((2, 8), (1, 16)),
+    "push": ((2, 8), (2, 16)),
     "expand": ((1, 8), (2, 4)),
     "reduce": ((1, 16), (2, 32)),
     "pull": ((1, 16), (2, 32)),

@@ -22,13 +22,13 @@ from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 _LEAST_WAITING = 16
 """Fewer programs that overlap an exchange would take longer than a full grid after it."""
 
-_EXPANDING_SHARE = (3, 2)
+_EXPANDING_SHARE = (2, 1)
 """Programs that expand rows per free multiprocessor, as a fraction (tests/bench/bench_exchange_tiles.py)."""
 
 _LAYERS = 2
 """Number of single-node layers that may dispatch at the same time without a budget."""
 
-_PULL_SHARE = (1, 2)
+_PULL_SHARE = (1, 4)
 """Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}

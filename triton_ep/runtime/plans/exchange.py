@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from triton_ep.kernels.device.codes import (
     BARRIER_FLAG,
@@ -10,18 +11,17 @@ from triton_ep.kernels.device.codes import (
     EPOCH_BARRIER_NODE,
     LANDING_BF16,
     LANDING_ROW,
+    LANDING_WORDS,
     MODE_RCEIL,
     NODE_BARRIER_FLAG,
     WORDS,
 )
 from triton_ep.runtime.plans.compute import mx_blocks
-from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, next_power_of_2, step_chunks
+from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, TOKEN_BYTES, Plan, Shape, next_power_of_2, step_chunks
 
 SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
-_PUSH_REGISTERS = 64
-"""Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
 SHORT_ROW = 128
 """Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
@@ -89,7 +89,8 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     }
     rows, options = s.chosen("push")
     # Pointers to scales take registers as well.
-    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": _PUSH_REGISTERS} | options
+    warps = 32 if payload == WORDS else 8
+    options = {"num_warps": warps, "maxnreg": 32 if payload == WORDS else 64} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 
@@ -139,6 +140,9 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
     else:
         rows, options = s.chosen("expand")
         tile, options = s.tile(row_words, 1024) | rows, EXPANDING | options
+        if landing == LANDING_WORDS and not rows:  # tiles of 8 KB leave room for six programs per multiprocessor
+            tile["BLOCK_H"] = min(tile["BLOCK_H"], 2048 if s.interpreted else 1024)
+            options = EXPANDING | {"maxnreg": 80}
     constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("dispatch_expand_kernel", constexprs, **options)
@@ -150,18 +154,44 @@ def watched_sources(s: Shape, num_warps: int) -> int:
     return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
 
 
-def _short(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile and options for short rows, for which tuned tiles were not chosen: a program fits on a multiprocessor next
-    to two programs of the weight-gradient products, which leave 22,000 registers."""
-    return {} if s.interpreted else {"ROWS": 8}, {"num_warps": 4, "maxnreg": 160}
+class Summing(NamedTuple):
+    """How a kernel sums rows.
 
+    Attributes:
+        warps, registers: of a program.
+        elements: of a tile of sums.
+        at_once, stages: as in SumTile (kernels/device/payload.py).
+    """
 
-def _budgeted(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile and options of kernels that sum rows within a budget: three programs per multiprocessor instead of one, so
-    that some wait for memory while others sum."""
-    if not s.budgeted or s.interpreted or s.num_nodes > 1 or s.hidden <= SHORT_ROW:
-        return {}, {}
-    return {"ROWS": 1, "BLOCK_H": min(s.summing_tile()["BLOCK_H"], 4096)}, {"num_warps": 8, "maxnreg": 80}
+    warps: int
+    registers: int
+    elements: int
+    at_once: int
+    stages: int
+
+    def plan(self, s: Shape, kernel: str, tuned: str, constexprs: dict[str, Any]) -> Plan:
+        """The plan of a kernel that sums rows of the layer.
+
+        tuned: name of its tuned settings. constexprs: all others.
+        """
+        if s.interpreted:
+            tile = {**s.row_tile(2048), "AT_ONCE": min(self.at_once, 2), "STAGES": 1}
+            return Plan(kernel, {**constexprs, **tile}, self.warps, self.registers)
+        if s.hidden <= SHORT_ROW:
+            # Tuned tiles were not chosen for short rows. A program fits on a multiprocessor next to two programs of the
+            # weight-gradient products, which leave 22,000 registers.
+            tile = {**s.row_tile(SHORT_ROW), "ROWS": 8, "AT_ONCE": min(self.at_once, 4), "STAGES": 1}
+            return Plan(kernel, {**constexprs, **tile}, 4, 160)
+        rows, options = s.chosen(tuned)
+        warps = options.get("num_warps", self.warps)
+        token_bytes = TOKEN_BYTES[s.token]
+        tile = s.row_tile(self.elements * 2 // token_bytes // rows.get("ROWS", 1)) | rows
+        # Rows on their way, and the lists that name them.
+        ahead = self.stages - 1
+        tile_bytes = self.at_once * tile["ROWS"] * tile["BLOCK_H"] * token_bytes
+        shared = ahead * tile_bytes + 16 * tile["ROWS"] * s.kp * self.stages + 1024 if ahead else 0
+        tile |= {"AT_ONCE": self.at_once, "STAGES": self.stages}
+        return Plan(kernel, {**constexprs, **tile}, warps, min(self.registers, 2**16 // (32 * warps)), shared)
 
 
 def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
@@ -170,19 +200,19 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
 
     of_slots: each row has one value, which goes to a column of its own.
     """
-    common = s.common("WP", "LWP", "MAX_PROGRAMS")
-    rows, options = s.chosen("reduce")
-    tile, within = _budgeted(s)
-    rows, options = rows | tile, options | within
-    if s.hidden <= SHORT_ROW:
-        rows, options = _short(s)
+    most = copies or s.topk
+    summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program takes a multiprocessor
+    if s.budgeted and s.num_nodes == 1:
+        summing = Summing(4, 128, 4096, min(most, 4), 3)  # three do
     elif copies == 1:
-        options = {"num_warps": 16} | options  # more would spill registers
-    if of_slots:  # each load depends on another one, so many are in flight to hide the latency
-        rows = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden)}
-    kind = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, "OF_SLOTS": of_slots}
-    constexprs = {**kind, **common, **s.summing_tile(), **rows}
-    return Plan("combine_reduce_kernel", constexprs, **options)
+        summing = Summing(8, 96, 8192, 1, 3)
+    kind = {"HAS_WEIGHTS": has_weights, "TOPK": most, "OF_SLOTS": of_slots, **s.common("WP", "LWP", "MAX_PROGRAMS")}
+    plan = summing.plan(s, "combine_reduce_kernel", "reduce", kind)
+    if not of_slots:
+        return plan
+    # Each load depends on another one, so many are in flight to hide the latency.
+    tile = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden), "TILES": 1, "STAGES": 1}
+    return replace(plan, constexprs={**plan.constexprs, **tile}, shared_bytes=0)
 
 
 def stage(s: Shape, has_weights: bool, row_words: int) -> Plan:
@@ -201,34 +231,32 @@ def free(s: Shape) -> Plan:
     return Plan("combine_free_kernel", s.common("WP"))
 
 
+def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> Plan:
+    # A list of reduced rows has one per rank, the other one per expert.
+    at_once = min(s.topk, s.local_world_size, 4) if reduced else min(s.topk, 8)
+    within = s.budgeted and s.num_nodes == 1  # three programs take a multiprocessor, otherwise one does
+    warps, registers, in_flight = (8, 80, 16384) if within else (16, 128, 32768)
+    elements = in_flight // max(next_power_of_2(at_once), 4)
+    summing = Summing(warps, registers, elements, at_once, 3 if at_once > 2 else 5)
+    return summing.plan(s, kernel, "pull", constexprs)
+
+
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
-    tile = s.summing_tile()
-    if reduced and not s.interpreted:
-        # Take more tokens at a time, to keep as many rows in flight as with four ranks.
-        at_once = max(4 // next_power_of_2(min(s.topk, s.local_world_size)), 1)
-        tile["ROWS"] = min(tile["ROWS"] * at_once, CHUNK)
     return {
         "REDUCED": reduced,
         "PARTIAL_DTYPE": s.token if s.enable_local_combine else "fp32",
         "HAS_WEIGHTS": has_weights,
         "NETWORK": s.network,
         **s.common("TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
-        **tile,
     }
 
 
 def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     """Sum this node's rows of the tokens of other nodes."""
-    return Plan("combine_partial_kernel", _sum(s, has_weights, reduced))
+    return _pull(s, "combine_partial_kernel", reduced, _sum(s, has_weights, reduced))
 
 
 def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False) -> Plan:
     """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases."""
-    rows, options = s.chosen("pull")
-    tile, within = _budgeted(s)
-    rows, options = rows | tile, options | within
-    if s.hidden <= SHORT_ROW:
-        rows, options = _short(s)
-    constexprs = {**_sum(s, has_weights, reduced), **s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, **rows}
-    constexprs["HAS_BIAS"] = has_bias
-    return Plan("combine_pull_kernel", constexprs, **options)
+    more = {**s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
+    return _pull(s, "combine_pull_kernel", reduced, _sum(s, has_weights, reduced) | more)

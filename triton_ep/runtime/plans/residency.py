@@ -25,7 +25,7 @@ _REGISTER_STEP = 8
 _RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA reserves per program."""
 UNCOMPILED_SHARED = 2**14
-"""Most bytes of shared memory of a program of the exchange (tests/gate)."""
+"""Most bytes of shared memory of a program of the exchange whose plan does not say (tests/gate)."""
 
 
 class Multiprocessor(NamedTuple):
@@ -58,7 +58,7 @@ class Program(NamedTuple):
         """Upper bound for a kernel that is not compiled yet; warps, maxnreg: used if the plan does not choose."""
         warps = plan.num_warps or warps
         limit = plan.maxnreg or maxnreg or min(_SM.registers // (_WARP * warps), _MOST_REGISTERS)
-        return cls(warps, limit)
+        return cls(warps, limit, max(plan.shared_bytes, UNCOMPILED_SHARED))
 
 
 def per_multiprocessor(program: Program, beside: Program | None = None, times: int = 0) -> int:

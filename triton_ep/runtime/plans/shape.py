@@ -38,12 +38,15 @@ class Plan:
         kernel: name.
         constexprs: all of them; dtypes by Triton's names ("fp32").
         num_warps, maxnreg: None: as the kernel declares.
+        shared_bytes: upper bound of the shared memory of a program; 0: that of all kernels of the exchange
+            (residency.py).
     """
 
     kernel: str
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int | None = None
     maxnreg: int | None = None
+    shared_bytes: int = 0
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -151,9 +154,10 @@ class Shape:
         """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: about `elements` words at a time."""
         return self._tile(row_elements, 2048, elements)
 
-    def summing_tile(self) -> dict[str, int]:
-        """ROWS and BLOCK_H of kernels that sum rows."""
-        return self._tile(self.hidden, 8192, 8192)
+    def row_tile(self, elements: int) -> dict[str, int]:
+        """ROWS, BLOCK_H and TILES of kernels that sum rows, about `elements` elements at a time."""
+        tile = self._tile(self.hidden, elements, elements)
+        return {**tile, "TILES": -(-self.hidden // tile["BLOCK_H"])}
 
     def _tile(self, row_elements: int, most: int, elements: int) -> dict[str, int]:
         block = min(next_power_of_2(row_elements), 2048 if self.interpreted else most)
