@@ -40,7 +40,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
-from ..device.groups import my_first
+from ..device.groups import my_first, pick
 from ..device.job import (
     Job,
     first_local,
@@ -294,6 +294,36 @@ def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
     return begin, tl.minimum(end, num_rows)
 
 
+@triton.jit
+def _source_of(number, ends):
+    """The source of tile `number`, given where the tiles of each source end [WP], and its number within that source."""
+    source = tl.sum((ends <= number).to(tl.int32))
+    return source, number - tl.max(tl.where(ends <= number, ends, 0))
+
+
+@triton.jit
+def _reduce_item(
+    rows,  # ExpertRows
+    copies,  # TokenCopies
+    combine_ptr,  # combine_x
+    begin,  # staging rows of one source in this step: the first one, and the end
+    end,
+    place,  # number of the tile among them
+    hidden,
+    tile,
+):
+    """Store a tile of sums, or with OF_SLOTS of values."""
+    row = begin + place // tile.TILES * tile.ROWS + tl.arange(0, tile.ROWS)
+    alive = row < end
+    copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
+    dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
+    if copies.OF_SLOTS:
+        _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
+    else:
+        h = place % tile.TILES * tile.BLOCK_H
+        _reduce_tile(rows, copies_ptrs, dest_ptrs, alive, h, hidden, copies.TOPK, tile)
+
+
 @ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=None)
 def combine_reduce_kernel(
     rows: ExpertRows,
@@ -310,28 +340,30 @@ def combine_reduce_kernel(
     if _wait_free(job, WP):
         combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
-        items_before = tl.zeros([], tl.int32)
+        tiles_before = tl.zeros([], tl.int32)
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
-            # Sources take turns: their numbers of rows are similar, and the loop stays one loop, which copies ahead.
-            items = tl.max(tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS)) * job.num_ranks * tile.TILES
-            mine = my_first(0, items_before)
-            for item in tl.range(mine, items, tl.num_programs(0), num_stages=tile.STAGES):
-                number = item // tile.TILES
-                source = number % job.num_ranks
-                begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
-                row = begin + number // job.num_ranks * tile.ROWS + tl.arange(0, tile.ROWS)
-                alive = row < end
-                copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
-                dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
-                if copies.OF_SLOTS:
-                    _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
-                else:
-                    h = item % tile.TILES * tile.BLOCK_H
-                    _reduce_tile(rows, copies_ptrs, dest_ptrs, alive, h, hidden, copies.TOPK, tile)
-            items_before += items
+            if tile.STAGES > 1:
+                # One loop over the tiles of all sources, because the end of a loop ends copying ahead.
+                begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
+                tiles = tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS) * tile.TILES
+                order = tl.arange(0, WP)
+                tile_ends = tl.sum(tl.where(order[:, None] <= order[None, :], tiles[:, None], 0), axis=0)
+                all_tiles = tl.max(tile_ends)
+                mine = my_first(0, tiles_before)
+                for number in tl.range(mine, all_tiles, tl.num_programs(0), num_stages=tile.STAGES):
+                    source, place = _source_of(number, tile_ends)
+                    begin, end = pick(begins, source), pick(ends, source)
+                    _reduce_item(rows, copies, combine_ptr, begin, end, place, hidden, tile)
+                tiles_before += all_tiles
+            else:
+                for source in range(job.num_ranks):
+                    begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
+                    tiles = tl.cdiv(tl.maximum(end - begin, 0), tile.ROWS) * tile.TILES
+                    for place in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
+                        _reduce_item(rows, copies, combine_ptr, begin, end, place, hidden, tile)
+                    tiles_before += tiles
             release_staged(job, reached, tag, stagers)
 
 

@@ -84,10 +84,11 @@ DISPATCH = (
     Way(),
     Way(num_sm=24),
     Way(num_sm=32),
+    Way(push=(1, 32)),
+    Way(num_sm=24, push=(1, 32)),
+    Way(num_sm=32, push=(1, 32)),
     Way(num_sm=24, expanding=(3, 2)),
-    Way(num_sm=32, expanding=(5, 2)),
     Way(num_sm=24, push=(2, 32)),
-    Way(num_sm=16),
 )
 COMBINE = (
     Way(),

@@ -39,14 +39,13 @@ SPILL_LIMIT_OF_SHORT_ROWS = 96
 
 SPILLS = {
     ("dispatch_push_kernel", "BLOCK_H=512"): 448,
-    ("dispatch_push_kernel", "BLOCK_H=2048"): 96,
     ("dispatch_expand_kernel", "BLOCK_H=512"): 112,
     ("internode_forward_kernel", "BLOCK_H=1024"): 192,
     ("gate_up_kernel", "OUT=1"): 224,
 }
 """Kernels that spill with some tiles, and their limits: MXFP8 rows of 4096, and MXFP8 rows that cross nodes, whose
-tiles were chosen for other rows (`triton-ep tune` may find better ones); addresses of rows that 32 warps push, which
-take less time than 16; on sm_100 after the loop over a sum, if an activation is quantised."""
+tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100 after the loop over a sum, if an
+activation is quantised."""
 
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a program, on both architectures."""

@@ -89,8 +89,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     }
     rows, options = s.chosen("push")
     # Pointers to scales take registers as well.
-    warps = 32 if payload == WORDS else 8
-    options = {"num_warps": warps, "maxnreg": 32 if payload == WORDS else 64} | options
+    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": 64} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 
@@ -175,7 +174,7 @@ class Summing(NamedTuple):
         tuned: name of its tuned settings. constexprs: all others.
         """
         if s.interpreted:
-            tile = {**s.row_tile(2048), "AT_ONCE": min(self.at_once, 2), "STAGES": 1}
+            tile = {**s.row_tile(2048), "AT_ONCE": min(self.at_once, 2), "STAGES": self.stages}
             return Plan(kernel, {**constexprs, **tile}, self.warps, self.registers)
         if s.hidden <= SHORT_ROW:
             # Tuned tiles were not chosen for short rows. A program fits on a multiprocessor next to two programs of the
@@ -201,11 +200,13 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     of_slots: each row has one value, which goes to a column of its own.
     """
     most = copies or s.topk
-    summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program takes a multiprocessor
-    if s.budgeted and s.num_nodes == 1:
-        summing = Summing(4, 128, 4096, min(most, 4), 3)  # three do
+    one_node = s.num_nodes == 1
+    if s.budgeted and one_node:
+        summing = Summing(4, 128, 4096, min(most, 4), 3)  # three programs take a multiprocessor
     elif copies == 1:
-        summing = Summing(8, 96, 8192, 1, 3)
+        summing = Summing(8, 96, 8192, 1, 3 if one_node else 1)
+    else:
+        summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program does
     kind = {"HAS_WEIGHTS": has_weights, "TOPK": most, "OF_SLOTS": of_slots, **s.common("WP", "LWP", "MAX_PROGRAMS")}
     plan = summing.plan(s, "combine_reduce_kernel", "reduce", kind)
     if not of_slots:
