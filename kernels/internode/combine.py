@@ -80,7 +80,7 @@ def combine_partial_kernel(
                         Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
                         like_x_ptr.dtype.element_ty,
                         TOPK,
-                        tile.AT_ONCE,
+                        tile,
                     )
                     mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
                     dest = send_ptr + row[:, None] * stride + h + offs[None, :]

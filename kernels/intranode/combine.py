@@ -503,7 +503,7 @@ def combine_pull_kernel(
                     Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
                     ELEMENT,
                     entries.TOPK,
-                    tile.AT_ONCE,
+                    tile,
                 )
                 if NNP > 1:
                     if has_other_nodes(job):  # a branch around the loop inside: the compiler copies ahead in one loop

@@ -160,6 +160,7 @@ class Summing(NamedTuple):
         warps, registers: of a program.
         elements: of a tile of sums.
         at_once, stages: as in SumTile (kernels/device/payload.py).
+        tiles: tiles that are summed at once.
     """
 
     warps: int
@@ -167,6 +168,7 @@ class Summing(NamedTuple):
     elements: int
     at_once: int
     stages: int
+    tiles: int = 1
 
     def plan(self, s: Shape, kernel: str, tuned: str, constexprs: dict[str, Any]) -> Plan:
         """The plan of a kernel that sums rows of the layer.
@@ -185,6 +187,7 @@ class Summing(NamedTuple):
         warps = options.get("num_warps", self.warps)
         token_bytes = TOKEN_BYTES[s.token]
         tile = s.row_tile(self.elements * 2 // token_bytes // rows.get("ROWS", 1)) | rows
+        tile["ROWS"] = min(tile["ROWS"] * self.tiles, CHUNK)
         # Rows on their way, and the lists that name them.
         ahead = self.stages - 1
         tile_bytes = self.at_once * tile["ROWS"] * tile["BLOCK_H"] * token_bytes
@@ -234,9 +237,14 @@ def free(s: Shape) -> Plan:
 
 def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> Plan:
     # A list of reduced rows has one per rank, the other one per expert.
-    at_once = min(s.topk, s.local_world_size, 4) if reduced else min(s.topk, 8)
-    within = s.budgeted and s.num_nodes == 1  # three programs take a multiprocessor, otherwise one does
-    warps, registers, in_flight = (8, 80, 16384) if within else (16, 128, 32768)
+    most = min(s.topk, s.local_world_size) if reduced else s.topk
+    if s.num_nodes > 1:
+        # Loops are short between messages, so nothing is copied ahead. Fewer ranks hold rows of more tokens at once.
+        tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
+        return Summing(32, 64, 8192, min(most, 4), 1, tiles).plan(s, kernel, "pull", constexprs)
+    at_once = min(most, 4 if reduced else 8)
+    # Within a budget three programs take a multiprocessor, otherwise one does.
+    warps, registers, in_flight = (8, 80, 16384) if s.budgeted else (16, 128, 32768)
     elements = in_flight // max(next_power_of_2(at_once), 4)
     summing = Summing(warps, registers, elements, at_once, 3 if at_once > 2 else 5)
     return summing.plan(s, kernel, "pull", constexprs)
