@@ -139,6 +139,18 @@ class Sums(NamedTuple):
     HAS_BIAS: tl.constexpr
 
 
+class Turns(NamedTuple):
+    """Steps in which a rank pulls the rows of its tokens.
+
+    Attributes:
+        num_steps: divides STEPS.
+        BLOCK_T: tokens of a routing chunk; a step has whole chunks.
+    """
+
+    num_steps: Any
+    BLOCK_T: tl.constexpr
+
+
 @triton.jit
 def _wait_free(job, WP: tl.constexpr):
     """Wait until no rank reads this rank's combine_x any more."""
@@ -452,17 +464,16 @@ def combine_pull_kernel(
     job: Job,
     rows: PulledRows,
     staged: Staged,
-    num_steps,  # divides STEPS
+    turns: Turns,
     network: Network,
     NNP: tl.constexpr,  # nodes rounded up to a power of two; 1 = one node, no partial sums
-    BLOCK_T: tl.constexpr,  # tokens of a routing chunk
     tile: SumTile,
 ):
     ELEMENT: tl.constexpr = sums.out_ptr.dtype.element_ty
     rank_ptr = entry_field(entries, PULL_RANK if rows.REDUCED else OWNER)
     row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
-    num_chunks = tl.cdiv(entries.num_tokens, BLOCK_T)
+    num_chunks = tl.cdiv(entries.num_tokens, turns.BLOCK_T)
     bases = bases_of_node(job, staged.LWP)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
@@ -471,19 +482,19 @@ def combine_pull_kernel(
         if ready:
             ready, _ = wait_staged(job, staged, STEPS, tag)
         ready &= _wait_partials(job, combine.placement_ptr, tag, NNP, network)
-    for turn in range(num_steps):
-        step = turn * STEPS // num_steps
-        reached = step + STEPS // num_steps
+    for turn in range(turns.num_steps):
+        step = turn * STEPS // turns.num_steps
+        reached = step + STEPS // turns.num_steps
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
             if rows.REDUCED:
                 steps = _steps_needed(job, combine.placement_ptr, parts_staged(reached), staged.LWP)
                 # Hear every rank by the last turn, even one without rows for this rank: its tag must be compared.
-                steps = tl.maximum(steps, (turn + 1) // num_steps)
+                steps = tl.maximum(steps, (turn + 1) // turns.num_steps)
             ready, _ = wait_staged(job, staged, steps, tag)
         if ready:
-            begin = part_begin(parts_staged(step), num_chunks) * BLOCK_T
-            end = tl.minimum(part_begin(parts_staged(reached), num_chunks) * BLOCK_T, entries.num_tokens)
+            begin = part_begin(parts_staged(step), num_chunks) * turns.BLOCK_T
+            end = tl.minimum(part_begin(parts_staged(reached), num_chunks) * turns.BLOCK_T, entries.num_tokens)
             items = tl.cdiv(end, tile.ROWS) * tile.TILES
             mine = my_first(begin // tile.ROWS * tile.TILES, 0)
             for item in tl.range(mine, items, tl.num_programs(0), num_stages=tile.STAGES):
