@@ -115,18 +115,18 @@ def test_times_by_hand() -> None:
     w = Workload(ranks=2, ranks_per_node=2, experts=2, tokens=2048, hidden=500, topk=2, alignment=1)
     there = model.predict_dispatch(w, machine)  # every token to both ranks: 2 MB out; 4 MB read, 4 MB written
     counts = w.counts_bytes / 1e3
-    assert there.us == pytest.approx(8192 + 2048 * 15 / 64 + counts, rel=1e-6) and there.limit == "memory"
-    assert model.predict_combine(w, machine).us == pytest.approx(8192 + 2048 * 15 / 64)
+    assert there.us == pytest.approx(8192 + 2048 * 6 / 64 + counts, rel=1e-6) and there.limit == "memory"
+    assert model.predict_combine(w, machine).us == pytest.approx(8192 + 2048 * 3 / 64)
     slow = replace(machine, nvlink_gbps=0.1)
     assert model.predict_dispatch(w, slow).us == pytest.approx(20480 + 8192 / 64 + 10 * counts, rel=1e-2)
-    assert model.predict_combine(w, slow).us == pytest.approx(20480 + 8192 / 64)
-    assert model.push_steps(1024) == (28 / 64, 4 / 64) and model.push_steps(100) == (1, 1)
+    assert model.predict_combine(w, slow).us == pytest.approx(20480 + 8192 * 2 / 64)
+    assert model.push_steps(1024) == (16 / 64, 6 / 64) and model.push_steps(100) == (1, 1)
     few = replace(w, tokens=512)
     assert model.predict_dispatch(few, machine).us == pytest.approx(512 + 2048 + counts, rel=1e-6)
     far = replace(w, ranks_per_node=1)
     assert model.predict_combine(far, machine).us == pytest.approx(2048 + 8192)
     messages = w.message_bytes("bf16") / w.row_bytes
-    expected = max(2048 * messages + 4096 / 64, 2048 * messages * 15 / 64 + 4096) + 4096
+    expected = max(2048 * messages + 4096 / 64, 2048 * messages * 6 / 64 + 4096) + 4096
     assert model.predict_dispatch(far, machine).us == pytest.approx(expected + 2 * counts, rel=1e-2)
     assert model.predict_dispatch(replace(far, virtual=True), machine).traffic == model.Traffic(0, 2048e3)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
+from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, PARTS, STEPS
 
 _CHUNK = 16  # tokens per network message
-_STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
 _STEP_TOKENS = 256  # fewest tokens in a step of the push
 _OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs after the exchange
 
@@ -228,14 +228,15 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
 
 
 def push_steps(tokens: int) -> tuple[float, float]:
-    """Fractions of the tokens in the first and in the last step of a push; steps get shorter."""
-    steps = min(max(tokens // _STEP_TOKENS, 1), _STEPS)
-    return 1.0 - ((steps - 1) * _STEPS // steps / _STEPS) ** 2, (_STEPS // steps / _STEPS) ** 2
+    """Fractions of the tokens in the first and in the last step of a push."""
+    steps = min(max(tokens // _STEP_TOKENS, 1), STEPS)
+    first, last = DISPATCH_BOUNDS[STEPS // steps], DISPATCH_BOUNDS[(steps - 1) * STEPS // steps]
+    return first / PARTS, 1 - last / PARTS
 
 
 def _reduced_beside(wire: float, local: float) -> float:
-    """Rows are pulled while later ones are summed; these steps get longer."""
-    first, last = 1 / _STEPS**2, 1 - ((_STEPS - 1) / _STEPS) ** 2
+    """Rows are pulled while later ones are summed, in steps."""
+    first, last = COMBINE_BOUNDS[1] / PARTS, 1 - COMBINE_BOUNDS[STEPS - 1] / PARTS
     return max(local + last * wire, first * local + wire)
 
 
