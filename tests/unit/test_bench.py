@@ -26,7 +26,7 @@ from triton_ep import distributed as ep_distributed
 from triton_ep.bench import exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
-from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.bench.settings import COMPACT, Case, Settings, Shape
 from triton_ep.cli import bench as cli
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, EPError, InputError
@@ -246,6 +246,34 @@ def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes:
     assert all(row["skip_reason"] or float(row["median_us"]) > 0 for row in found)
     reasons = {row["skip_reason"] for row in found} - {""}
     assert all("even number of SMs, not 3" in text or "multiples of 128 values, not 32" in text for text in reasons)
+
+
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ("roundtrip --sm-budget 4", ["interpreted-exact-sm20-budget4-unpermuted"] * 3),
+        (
+            "roundtrip --hidden 128 --payload mxfp8 --capacity static",
+            ["interpreted-static-sm20-unpermuted-quantised-before-fp8"] * 3,
+        ),
+        ("beside-gemm --capacity static", ["interpreted-static-sm20-unpermuted"] * 2),
+        ("dispatch --payload mxfp8 --hidden 96", [""]),
+    ],
+)
+def test_compact_rows_as_a_provider(run_ranks: Callable[..., Any], words: str, modes: list[str]) -> None:
+    """The layer's compact rows are checked, with and without a number of rows, and in FP8."""
+    settings = _settings(*words.split(), "--provider", COMPACT, last=["--iters", "1", *words.split()[1:]])
+    found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
+    assert [row["mode"] if not row["skip_reason"] else "" for row in found] == modes
+    assert all(
+        row["skip_reason"] == "FP8 rows are multiples of 128 values, not 96." or row["median_us"] for row in found
+    )
+
+
+def test_compact_rows_need_a_command_that_has_them() -> None:
+    """Low latency has no compact rows."""
+    with pytest.raises(ConfigError, match="triton_ep_compact sends rows as dispatch_compact does; low-latency has no"):
+        _settings("low-latency", "--provider", COMPACT)
 
 
 def test_a_profile_of_the_host_leaves_the_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:

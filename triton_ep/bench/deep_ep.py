@@ -8,44 +8,20 @@ in DeepEP's own tests.
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from triton_ep.bench import origins, timing
+from triton_ep.bench import timing
+from triton_ep.bench.by_source import BLOCK, BySource, Checked, Scaled
 from triton_ep.bench.job import Job, WrongResult
-from triton_ep.bench.providers import Unavailable, meet_by_collective
+from triton_ep.bench.providers import Unavailable
 from triton_ep.bench.settings import Case
 
-_BLOCK = 128
-_MOST = 448.0  # largest e4m3 value
-_HALF_STEP = 16.0 / _MOST
-"""Most by which rounding moves a value, as a part of the largest value of its block."""
 _RECEIVED_CHUNK = 256
 _DISPATCH_CHUNKS = (4, 8, 12, 16, 24, 32)
 _COMBINE_CHUNKS = (2, 4, 6, 8, 12, 16)
-
-
-class Scaled(NamedTuple):
-    """FP8 rows [..., H] with a float32 scale per 128 values."""
-
-    data: torch.Tensor
-    scale: torch.Tensor
-
-    def dequantize(self) -> torch.Tensor:
-        """As bfloat16."""
-        blocks = self.data.float().unflatten(-1, (-1, _BLOCK)) * self.scale.unsqueeze(-1)
-        return blocks.flatten(-2).bfloat16()
-
-
-def quantize(x: torch.Tensor) -> Scaled:
-    """Quantise rows as DeepEP's kernels expect them."""
-    blocks = x.float().unflatten(-1, (-1, _BLOCK))
-    largest = blocks.abs().amax(-1).clamp(1e-4)
-    data = (blocks * (_MOST / largest).unsqueeze(-1)).clamp(-_MOST, _MOST).to(torch.float8_e4m3fn).flatten(-2)
-    return Scaled(data, (largest / _MOST).contiguous())
 
 
 def check_here(job: Job, case: Case) -> None:
@@ -56,52 +32,11 @@ def check_here(job: Job, case: Case) -> None:
         raise Unavailable("deep_ep is measured inside one node only.")
     if case.num_sm % 2:
         raise Unavailable(f"deep_ep takes an even number of SMs, not {case.num_sm}.")
-    if case.payload == "mxfp8" and job.shape.hidden % _BLOCK:
-        raise Unavailable(f"FP8 rows of deep_ep are multiples of {_BLOCK} values, not {job.shape.hidden}.")
+    if case.payload == "mxfp8" and job.shape.hidden % BLOCK:
+        raise Unavailable(f"FP8 rows of deep_ep are multiples of {BLOCK} values, not {job.shape.hidden}.")
 
 
-class _Peer(ABC):
-    """Common part of normal and low-latency calls."""
-
-    roundings = 1
-
-    def __init__(self, job: Job, case: Case) -> None:
-        check_here(job, case)
-        self.job, self.case, self.device = job, case, job.device
-        self.experts, self.num_ranks = job.shape.experts, job.num_ranks
-        self.fp8 = case.payload == "mxfp8"
-
-    def meet(self) -> None:
-        """Barrier of all ranks on the current stream."""
-        meet_by_collective(self.device)
-
-    def check_combine(self, number: int, out: torch.Tensor) -> None:
-        """Check that combine sums the unchanged rows of input `number` per token.
-
-        Raises:
-            WrongResult: off by more than rounding.
-        """
-        x, idx = self.job.inputs[number]
-        exact = x.double() * self.copies(idx).unsqueeze(1)
-        limit = exact.abs() * torch.finfo(torch.bfloat16).eps * self.roundings
-        if self.fp8:
-            limit = limit + _near(exact)
-        error = (out.double() - exact).abs()
-        if not bool((error <= limit).all()):
-            raise WrongResult(f"combine on rank {self.job.rank}: off by {error.max().item()}")
-
-    @abstractmethod
-    def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """[T]: number of rows of each token that combine sums."""
-
-
-def _near(exact: torch.Tensor) -> torch.Tensor:
-    """[..., H]: largest error of FP8 rows that return in bf16."""
-    largest = exact.abs().unflatten(-1, (-1, _BLOCK)).amax(-1, keepdim=True).clamp(1e-4)
-    return (largest * (_HALF_STEP * 1.1)).expand(*largest.shape[:-1], _BLOCK).flatten(-2)
-
-
-class DeepEPProvider(_Peer):
+class DeepEPProvider(BySource):
     """deep_ep.Buffer in its normal mode, one node: one row per (token, rank), by source rank, not permuted.
 
     Case "static" uses its mode without host synchronisation (`num_worst_tokens`). FP8 rows are quantised beforehand.
@@ -111,6 +46,7 @@ class DeepEPProvider(_Peer):
     """
 
     def __init__(self, job: Job, case: Case) -> None:
+        check_here(job, case)
         super().__init__(job, case)
         from deep_ep import Buffer, Config
 
@@ -120,7 +56,6 @@ class DeepEPProvider(_Peer):
         largest = self._config(max(*_DISPATCH_CHUNKS, *_COMBINE_CHUNKS))
         self.buffer = Buffer(dist.group.WORLD, largest.get_nvl_buffer_size_hint(row_bytes, job.num_ranks), 0)
         self._worst = job.num_ranks * job.shape.tokens if case.capacity == "static" else 0
-        self._quantized: dict[int, Scaled] = {}
         self._send, self._return = self._config(_DISPATCH_CHUNKS[0]), self._config(_COMBINE_CHUNKS[0])
         self._tune()
 
@@ -150,11 +85,7 @@ class DeepEPProvider(_Peer):
         """(rows, state for combine)."""
         ids = idx.long()
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.experts)
-        given: Any = x
-        if self.fp8:
-            if x.data_ptr() not in self._quantized:  # during the check of this input, before anything is timed
-                self._quantized[x.data_ptr()] = quantize(x)
-            given = self._quantized[x.data_ptr()]
+        given = self.given(x)
         worst = {"num_worst_tokens": self._worst} if self._worst else {}
         rows, _, _, _, handle, _ = self.buffer.dispatch(
             tuple(given) if self.fp8 else given,
@@ -173,39 +104,8 @@ class DeepEPProvider(_Peer):
         out: torch.Tensor = self.buffer.combine(y, state, config=self._return)[0]
         return out
 
-    def _owners(self, idx: torch.Tensor) -> torch.Tensor:
-        """[T, W] bool: whether a token has an expert on a rank."""
-        owner = torch.where(idx >= 0, idx.long() // (self.experts // self.num_ranks), -1)
-        return torch.stack([(owner == rank).any(1) for rank in range(self.num_ranks)], dim=1)
 
-    def check_dispatch(self, number: int, rows: Any) -> None:
-        """Check for one row per token that has an expert here, by source rank and token.
-
-        Raises:
-            WrongResult: a row differs, or rows are missing.
-        """
-        job = self.job
-        here = torch.cat([self._owners(idx)[:, job.rank] for idx in job.idxs[number]])
-        token = torch.nonzero(here).flatten().to(self.device)
-        everyone = torch.cat([job.rows_of(rank, number) for rank in range(job.num_ranks)])
-        received = rows.dequantize() if isinstance(rows, Scaled) else rows
-        if received.shape[0] < token.numel():
-            raise WrongResult(f"dispatch on rank {job.rank}: {received.shape[0]} rows, {token.numel()} were sent")
-        if not self.fp8:
-            difference = origins.first_difference(received[: token.numel()], everyone, token)
-            if difference is not None:
-                raise WrongResult(f"dispatch on rank {job.rank}: {difference}")
-            return
-        exact = everyone[token].double()
-        if not bool(((received[: token.numel()].double() - exact).abs() <= _near(exact)).all()):
-            raise WrongResult(f"dispatch on rank {job.rank}: FP8 rows are not those that were sent")
-
-    def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """Number of ranks that own an expert of the token."""
-        return self._owners(idx).sum(1)
-
-
-class DeepEPLowLatency(_Peer):
+class DeepEPLowLatency(Checked):
     """deep_ep.Buffer in its low-latency mode: one row per (token, expert), in slabs with room for all tokens.
 
     Raises:
@@ -213,6 +113,7 @@ class DeepEPLowLatency(_Peer):
     """
 
     def __init__(self, job: Job, case: Case) -> None:
+        check_here(job, case)
         super().__init__(job, case)
         from deep_ep import Buffer
 

@@ -11,7 +11,8 @@ import torch
 
 from triton_ep.bench import origins
 from triton_ep.bench import routing as routings
-from triton_ep.bench.deep_ep import DeepEPLowLatency, DeepEPProvider, Scaled
+from triton_ep.bench.by_source import BLOCK, BySource, Checked, CompactLayer, Scaled
+from triton_ep.bench.deep_ep import DeepEPLowLatency, DeepEPProvider
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
 from triton_ep.bench.providers import (
     CollectiveProvider,
@@ -21,7 +22,7 @@ from triton_ep.bench.providers import (
     Unavailable,
     VdevProvider,
 )
-from triton_ep.bench.settings import PAIRS_PER_GRAPH, Case
+from triton_ep.bench.settings import COMPACT, OF_LAYER, PAIRS_PER_GRAPH, Case
 from triton_ep.bench.timing import Call
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.reference import mxfp8
@@ -39,6 +40,11 @@ def make_provider(job: Job, case: Case) -> Iterator[Any]:
             raise Unavailable("low_latency works inside one node.")
         with job.layer(case) as layer:
             yield LayerProvider(layer)
+    elif case.provider == COMPACT:
+        if case.payload == "mxfp8" and job.shape.hidden % BLOCK:
+            raise Unavailable(f"FP8 rows are multiples of {BLOCK} values, not {job.shape.hidden}.")
+        with job.layer(case) as layer:
+            yield CompactLayer(job, case, layer)
     elif case.provider == "nccl":
         yield CollectiveProvider(case, job.device)
     elif case.provider == "nccl_dedup":
@@ -92,9 +98,9 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
 
 def _check(job: Job, case: Case, provider: Any, op: str, number: int, result: Any, state: Any = None) -> None:
     """Check the result of an op for input `number` in its provider's row layout; state: of the dispatch, if known."""
-    if isinstance(provider, DeepEPLowLatency | DeepEPProvider) and op == "combine":
+    if isinstance(provider, Checked) and op == "combine":
         provider.check_combine(number, result)
-    elif isinstance(provider, DeepEPProvider):
+    elif isinstance(provider, BySource):
         provider.check_dispatch(number, result)
     elif isinstance(provider, DeepEPLowLatency):
         if state is not None:
@@ -142,7 +148,7 @@ def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
         calls = checked_calls(job, case, provider)
         for op in job.settings.ops:
             one = calls[op]
-            in_graph = job.settings.graph and (case.provider == "triton_ep" or job.settings.low_latency)
+            in_graph = job.settings.graph and (case.provider in OF_LAYER or job.settings.low_latency)
             if in_graph:
                 call, per_call = _in_graph(job, case, provider, op, one)
             else:
@@ -186,9 +192,9 @@ def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
             partial = row_bytes if per_rank else shape.hidden * torch.float32.itemsize
             there = routings.dispatch_bytes(routing, wire)
             back = routings.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
-        elif case.provider in ("deep_ep", "nccl_dedup") and not s.low_latency:
+        elif case.provider in ("deep_ep", "nccl_dedup", COMPACT) and not s.low_latency:
             flat = routings.Routing(routing.copies, routing.num_ranks)  # these providers ignore nodes
-            if case.provider == "deep_ep" and case.payload == "mxfp8":
+            if case.provider != "nccl_dedup" and case.payload == "mxfp8":
                 wire = shape.hidden + shape.hidden // 128 * 4
             there = routings.dispatch_bytes(flat, wire)
             back = routings.combine_bytes(flat, row_bytes, 0, local_combine=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from triton_ep.bench import origins, rows, timing
 from triton_ep.bench import routing as routings
 from triton_ep.bench.routing import Routing
-from triton_ep.bench.settings import TUNED, Case, Settings, Shape
+from triton_ep.bench.settings import COMPACT, TUNED, Case, Settings, Shape
 from triton_ep.bench.timing import Span
 from triton_ep.distributed import initialize_distributed
 from triton_ep.errors import ConfigError, EPError
@@ -134,7 +134,7 @@ class Job:
     @contextlib.contextmanager
     def layer(self, case: Case, tuned: TunedEntry | None = None) -> Iterator[EPAll2AllLayer]:
         """The layer of a case, built from `tuned` if given; at the end raises errors that the device reported."""
-        shape, s = self.shape, self.settings
+        shape, s, compact = self.shape, self.settings, case.provider == COMPACT
         with EPAll2AllLayer(
             dist.group.WORLD,
             shape.tokens,
@@ -149,8 +149,8 @@ class Job:
             tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,
-            capacity=self.capacity(case),
-            payload="mxfp8" if case.payload == "mxfp8" else None,
+            capacity=None if compact else self.capacity(case),
+            payload="mxfp8" if case.payload == "mxfp8" and not compact else None,
             low_latency=s.low_latency,
             timeout_s=120.0,  # compilation may take longer on some ranks
         ) as layer:

@@ -22,7 +22,10 @@ COMMANDS = (
     "quantise",
     "moe-layer",
 )
-PROVIDERS = ("triton_ep", "nccl", "nccl_dedup", "vdev", "deep_ep")
+COMPACT = "triton_ep_compact"
+"""The layer's compact rows: one per token and rank, not permuted."""
+OF_LAYER = ("triton_ep", COMPACT)
+PROVIDERS = (*OF_LAYER, "nccl", "nccl_dedup", "vdev", "deep_ep")
 MOE_PROVIDERS = ("triton_ep", "nccl", "gemm-only", "deep_ep")
 PAYLOADS = ("bf16", "mxfp8")
 PRECISIONS = ("default", "fast", "exact")
@@ -173,7 +176,7 @@ class Settings:
     def _uses_num_sm(self, provider: str) -> bool:
         if provider == "deep_ep":
             return self.decode or not self.low_latency
-        return provider == "triton_ep" and not self.low_latency and self.routed
+        return provider in OF_LAYER and not self.low_latency and self.routed
 
     def check(self) -> None:
         """Raise ConfigError, naming the option or the shape, if the run cannot work. Reads no file."""
@@ -200,6 +203,8 @@ class Settings:
                 raise ConfigError(f"--payload mxfp8 needs a multiple of 32 as --hidden, it is {shape.hidden}.")
         if len(self.capacities) > 1 and self.command != "moe-layer":
             raise ConfigError("several --capacity are for moe-layer; choose exact or static.")
+        if COMPACT in self.providers and (self.low_latency or not self.routed):
+            raise ConfigError(f"{COMPACT} sends rows as dispatch_compact does; {self.command} has no such rows.")
         if self.low_latency and self.capacities != ("static",):
             raise ConfigError("low latency needs --capacity static.")
         if self.decode and (self.backward or self.refresh_weights):
@@ -280,11 +285,15 @@ class Case:
         aligned = [f"a{s.alignment}"] if s.alignment > 1 else []
         if self.provider == "deep_ep":
             return self._deep_ep_mode()
+        budget = [] if s.sm_budget is None else [f"budget{s.sm_budget}"]
+        programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
+        if self.provider == COMPACT:
+            fp8 = ["quantised-before", "fp8"] if self.payload == "mxfp8" else []
+            parts = [_how(s), self.capacity, programs, *budget, "unpermuted", *fp8]
+            return "-".join([*parts, "graph"] if s.graph else parts)
         if self.provider != "triton_ep":
             return "-".join(["torch-exact", *aligned])
-        programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
-        parts = [_how(s), self.capacity, "ll" if s.low_latency else programs]
-        parts += [] if s.sm_budget is None else [f"budget{s.sm_budget}"]
+        parts = [_how(s), self.capacity, "ll" if s.low_latency else programs, *budget]
         parts += [*(["local"] if s.local_combine else []), *aligned]
         return "-".join([*parts, "graph"] if s.graph else parts)
 
@@ -343,7 +352,7 @@ def check_routing(spec: str, seed: int) -> None:
 
 def payloads_of(provider: str, command: str) -> tuple[str, ...]:
     """The payloads that a provider supports."""
-    both = ("triton_ep",) if command == "moe-layer" else ("triton_ep", "nccl", "nccl_dedup", "deep_ep")
+    both = ("triton_ep",) if command == "moe-layer" else (*OF_LAYER, "nccl", "nccl_dedup", "deep_ep")
     return PAYLOADS if provider in both else PAYLOADS[:1]
 
 
