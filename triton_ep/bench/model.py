@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, PARTS, STEPS
+from triton_ep.runtime.plans.shape import shares_of_combine, shares_of_dispatch
 
 _CHUNK = 16  # tokens per network message
+_STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
 _STEP_TOKENS = 256  # fewest tokens in a step of the push
 _OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs after the exchange
 
@@ -229,14 +230,12 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
 
 def push_steps(tokens: int) -> tuple[float, float]:
     """Fractions of the tokens in the first and in the last step of a push."""
-    steps = min(max(tokens // _STEP_TOKENS, 1), STEPS)
-    first, last = DISPATCH_BOUNDS[STEPS // steps], DISPATCH_BOUNDS[(steps - 1) * STEPS // steps]
-    return first / PARTS, 1 - last / PARTS
+    return shares_of_dispatch(min(max(tokens // _STEP_TOKENS, 1), _STEPS))
 
 
 def _reduced_beside(wire: float, local: float) -> float:
     """Rows are pulled while later ones are summed, in steps."""
-    first, last = COMBINE_BOUNDS[1] / PARTS, 1 - COMBINE_BOUNDS[STEPS - 1] / PARTS
+    first, last = shares_of_combine()
     return max(local + last * wire, first * local + wire)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from triton_ep.kernels.device.codes import P2P
+from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, P2P, PARTS, STEPS
 
 CHUNK = 16
 """Tokens per network message."""
@@ -180,6 +180,16 @@ class Shape:
 def step_chunks(interpreted: bool) -> int:
     """Least routing chunks in a step of the push. A release costs microseconds, so few tokens take one step."""
     return 1 if interpreted else 16
+
+
+def shares_of_dispatch(steps: int) -> tuple[float, float]:
+    """Parts of a rank's tokens in the first and in the last of the steps of a dispatch, at most STEPS, as fractions."""
+    return DISPATCH_BOUNDS[STEPS // steps] / PARTS, 1 - DISPATCH_BOUNDS[(steps - 1) * STEPS // steps] / PARTS
+
+
+def shares_of_combine() -> tuple[float, float]:
+    """The same for the rows of a combine of STEPS steps."""
+    return COMBINE_BOUNDS[1] / PARTS, 1 - COMBINE_BOUNDS[STEPS - 1] / PARTS
 
 
 def word_type(row_bytes: int, address: int = 0) -> str:
