@@ -16,7 +16,8 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
 Layout        combine_x [capacity, H]: by output row (stage) or by staging row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
               the layer was created, STEPS per combine, above the tag.
-Memory order  3 is a system-scope release per program and step, acquired in 4. 5 comes after all pulls of its rank:
+Memory order  3 is a system-scope release per program and step, acquired in 4. Rows that 4 copies ahead are of the step
+              that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls of its rank:
               the program that posts has acquired the arrival of the others.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this

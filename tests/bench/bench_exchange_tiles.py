@@ -99,7 +99,6 @@ COMBINE = (
     Way(num_sm=24, reduce_tile=(16, 8192, 8, 1, 96)),
     Way(num_sm=24, reducing=72),
     Way(budget=24),
-    Way(budget=24, pulling=(1, 4)),
     Way(budget=24, pulling=(1, 3)),
     Way(budget=24, reduce_tile=(8, 4096, 4, 3, 80)),
     Way(budget=24, reduce_tile=(4, 4096, 4, 3, 104)),
@@ -151,10 +150,9 @@ def _tiled(plan: Plan, s: Shape, tile: tuple[int, int, int, int, int] | None) ->
     if tile is None:
         return plan
     warps, block, at_once, stages, registers = tile
-    values = {"ROWS": 1, "BLOCK_H": block, "TILES": -(-s.hidden // block), "AT_ONCE": at_once, "STAGES": stages}
-    shared = (stages - 1) * at_once * block * 2 + 4096
-    plan = replace(plan, constexprs={**plan.constexprs, **values}, num_warps=warps, maxnreg=registers)
-    return replace(plan, shared_bytes=shared)
+    tiled = {"ROWS": 1, "BLOCK_H": block, "TILES": -(-s.hidden // block), "AT_ONCE": at_once, "STAGES": stages}
+    values = {**plan.constexprs, **tiled}
+    return Plan(plan.kernel, values, warps, registers, exchange.bytes_ahead(values, s.token))
 
 
 class _Made:

@@ -16,10 +16,9 @@ from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of, run_aot
 from triton_ep.aot.ptx import accesses, narrow_accesses
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.kernels.spec import all_kernels
-from triton_ep.runtime.plans import Shape
+from triton_ep.runtime.plans import Shape, exchange
 from triton_ep.runtime.plans.layers import layer_requests
 from triton_ep.runtime.plans.residency import UNCOMPILED_SHARED
-from triton_ep.runtime.plans.shape import TOKEN_BYTES
 
 NUMBERS = tuple(int(arch[3:]) for arch in ARCHS)
 KERNELS = list(all_kernels())
@@ -163,14 +162,9 @@ def _counted(facts: dict[str, Any]) -> int:
     if plan not in ("reduce", "pull", "partial"):
         return UNCOMPILED_SHARED
     values = dict(word.split("=") for word in facts["variant"].split())
-    ahead = int(values["STAGES"]) - 1
-    if ahead == 0:
-        return UNCOMPILED_SHARED
-    rows = int(values["ROWS"])
+    tile = {name: int(values[name]) for name in ("AT_ONCE", "ROWS", "BLOCK_H", "STAGES", "TOPK")}
     token = values.get("y_ptr") or values.get("out_ptr") or values["like_x_ptr"]
-    row_bytes = int(values["BLOCK_H"]) * TOKEN_BYTES[token.removeprefix("*")]
-    lists = 16 * rows * int(values["TOPK"]) * (ahead + 1)
-    return ahead * int(values["AT_ONCE"]) * rows * row_bytes + lists + 1024
+    return exchange.bytes_ahead(tile, token.removeprefix("*")) or UNCOMPILED_SHARED
 
 
 def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(results: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ _KERNELS: dict[str, tuple[tuple[int, int], ...]] = {  # rows and warps; a search
     "pull": ((1, 8), (1, 16), (1, 32), (2, 32)),
 }
 _QUICK_KERNELS = {
-    "push": ((2, 8), (2, 16)),
+    "push": ((2, 8), (1, 16)),
     "expand": ((1, 8), (2, 4)),
     "reduce": ((1, 16), (2, 32)),
     "pull": ((1, 16), (2, 32)),

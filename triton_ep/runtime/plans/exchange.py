@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, TOKEN_BYTES, Pl
 SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
+_PUSH_REGISTERS = 64
+"""Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
 SHORT_ROW = 128
 """Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
@@ -89,7 +92,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     }
     rows, options = s.chosen("push")
     # Pointers to scales take registers as well.
-    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": 64} | options
+    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": _PUSH_REGISTERS} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 
@@ -158,9 +161,9 @@ class Summing(NamedTuple):
 
     Attributes:
         warps, registers: of a program.
-        elements: of a tile of sums.
+        elements: of a tile of sums, if they have two bytes; other tiles have as many bytes.
         at_once, stages: as in SumTile (kernels/device/payload.py).
-        tiles: tiles that are summed at once.
+        tiles: tiles that are summed at once, unless tuned settings say how many rows are.
     """
 
     warps: int
@@ -170,30 +173,32 @@ class Summing(NamedTuple):
     stages: int
     tiles: int = 1
 
-    def plan(self, s: Shape, kernel: str, tuned: str, constexprs: dict[str, Any]) -> Plan:
-        """The plan of a kernel that sums rows of the layer.
-
-        tuned: name of its tuned settings. constexprs: all others.
-        """
+    def plan(self, s: Shape, kernel: str, constexprs: dict[str, Any]) -> Plan:
+        """The plan of combine_{kernel}_kernel: "reduce", "pull" or "partial". constexprs: all others."""
+        name = f"combine_{kernel}_kernel"
         if s.interpreted:
             tile = {**s.row_tile(2048), "AT_ONCE": min(self.at_once, 2), "STAGES": self.stages}
-            return Plan(kernel, {**constexprs, **tile}, self.warps, self.registers)
+            return Plan(name, {**constexprs, **tile}, self.warps, self.registers)
         if s.hidden <= SHORT_ROW:
             # Tuned tiles were not chosen for short rows. A program fits on a multiprocessor next to two programs of the
             # weight-gradient products, which leave 22,000 registers.
             tile = {**s.row_tile(SHORT_ROW), "ROWS": 8, "AT_ONCE": min(self.at_once, 4), "STAGES": 1}
-            return Plan(kernel, {**constexprs, **tile}, 4, 160)
-        rows, options = s.chosen(tuned)
+            return Plan(name, {**constexprs, **tile}, 4, 160)
+        rows, options = s.chosen(kernel)
         warps = options.get("num_warps", self.warps)
-        token_bytes = TOKEN_BYTES[s.token]
-        tile = s.row_tile(self.elements * 2 // token_bytes // rows.get("ROWS", 1)) | rows
-        tile["ROWS"] = min(tile["ROWS"] * self.tiles, CHUNK)
-        # Rows on their way, and the lists that name them.
-        ahead = self.stages - 1
-        tile_bytes = self.at_once * tile["ROWS"] * tile["BLOCK_H"] * token_bytes
-        shared = ahead * tile_bytes + 16 * tile["ROWS"] * s.kp * self.stages + 1024 if ahead else 0
-        tile |= {"AT_ONCE": self.at_once, "STAGES": self.stages}
-        return Plan(kernel, {**constexprs, **tile}, warps, min(self.registers, 2**16 // (32 * warps)), shared)
+        tile = s.row_tile(self.elements * 2 // TOKEN_BYTES[s.token] // rows.get("ROWS", 1))
+        tile = {**tile, "ROWS": min(tile["ROWS"] * self.tiles, CHUNK), **rows}
+        values = {**constexprs, **tile, "AT_ONCE": self.at_once, "STAGES": self.stages}
+        registers = min(self.registers, 2**16 // (32 * warps))
+        return Plan(name, values, warps, registers, bytes_ahead(values, s.token))
+
+
+def bytes_ahead(constexprs: Mapping[str, Any], token: str) -> int:
+    """Most bytes of shared memory of a program that sums rows: rows on their way, and the lists that name them; 0 if
+    nothing is copied ahead."""
+    c, ahead = constexprs, constexprs["STAGES"] - 1
+    tile_bytes = c["AT_ONCE"] * c["ROWS"] * c["BLOCK_H"] * TOKEN_BYTES[token]
+    return ahead * tile_bytes + 16 * c["ROWS"] * next_power_of_2(c["TOPK"]) * (ahead + 1) + 1024 if ahead else 0
 
 
 def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
@@ -207,11 +212,11 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     if s.budgeted and one_node:
         summing = Summing(4, 128, 4096, min(most, 4), 3)  # three programs take a multiprocessor
     elif copies == 1:
-        summing = Summing(8, 96, 8192, 1, 3 if one_node else 1)
+        summing = Summing(8, 96, 8192, 1, 3) if one_node else Summing(16, 128, 8192, 1, 1)
     else:
         summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program does
     kind = {"HAS_WEIGHTS": has_weights, "TOPK": most, "OF_SLOTS": of_slots, **s.common("WP", "LWP", "MAX_PROGRAMS")}
-    plan = summing.plan(s, "combine_reduce_kernel", "reduce", kind)
+    plan = summing.plan(s, "reduce", kind)
     if not of_slots:
         return plan
     # Each load depends on another one, so many are in flight to hide the latency.
@@ -241,13 +246,13 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
     if s.num_nodes > 1:
         # Loops are short between messages, so nothing is copied ahead. Fewer ranks hold rows of more tokens at once.
         tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
-        return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, "pull", constexprs)
+        return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
     # Within a budget three programs take a multiprocessor, otherwise one does.
     warps, registers, in_flight = (8, 80, 16384) if s.budgeted else (16, 128, 32768)
     elements = in_flight // max(next_power_of_2(at_once), 4)
     summing = Summing(warps, registers, elements, at_once, 3 if at_once > 2 else 5)
-    return summing.plan(s, kernel, "pull", constexprs)
+    return summing.plan(s, kernel, constexprs)
 
 
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
@@ -262,10 +267,10 @@ def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
 
 def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     """Sum this node's rows of the tokens of other nodes."""
-    return _pull(s, "combine_partial_kernel", reduced, _sum(s, has_weights, reduced))
+    return _pull(s, "partial", reduced, _sum(s, has_weights, reduced))
 
 
 def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False) -> Plan:
     """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases."""
     more = {**s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
-    return _pull(s, "combine_pull_kernel", reduced, _sum(s, has_weights, reduced) | more)
+    return _pull(s, "pull", reduced, _sum(s, has_weights, reduced) | more)
