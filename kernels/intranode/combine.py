@@ -17,8 +17,8 @@ Layout        combine_x [capacity, H]: by output row (stage) or by staging row (
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
               the layer was created, STEPS per combine, above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. Rows that 4 copies ahead are of the step
-              that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls of its rank:
-              the program that posts has acquired the arrival of the others.
+              that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls of its
+              rank: the program that posts has acquired the arrival of the others.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
               rank's own reduce, if that is launched first and both fit on the GPU.
