@@ -71,6 +71,7 @@ from ..device.tables import (
     sort_bases_of,
     stage_bases_of,
     step_rows_of,
+    step_tokens_of,
     tiles_of,
 )
 from ..device.tiles import TILE_ROWS, write_tile_table
@@ -242,12 +243,13 @@ class Sizes(NamedTuple):
     """Sizes rounded up to powers of two.
 
     Attributes:
-        KP: top-k. LWP: ranks of a node. EP: local experts.
+        KP: top-k. LWP: ranks of a node. NNP: nodes. EP: local experts.
         BLOCK_T: tokens of a chunk.
     """
 
     KP: tl.constexpr
     LWP: tl.constexpr
+    NNP: tl.constexpr
     EP: tl.constexpr
     BLOCK_T: tl.constexpr
 
@@ -329,7 +331,7 @@ def routing_slots_kernel(
     push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
     fits = here & (stage_row < arrivals.stage_capacity)
     _store_packed(job, arrivals, entries, offs, owner, stage_row, fits, mask)
-    _store_step_rows(job, rank_columns_of(job, prefix_ptr), placement_ptr, num_chunks, sizes.LWP)
+    _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes)
 
 
 @triton.jit
@@ -345,12 +347,19 @@ def _write_tiles(job, placement_ptr, nothing, EP: tl.constexpr):
 
 
 @triton.jit
-def _store_step_rows(job, rows_ptr, placement_ptr, num_chunks, LWP: tl.constexpr):
-    """For the parts that begin at this chunk, store the number of staging rows of all earlier tokens."""
+def _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes):
+    """For the parts that begin at this chunk, store how many staging rows all earlier tokens take at each rank of this
+    node, and how many of these tokens go to each node."""
     part = tl.arange(0, PARTS)[:, None]
-    local = tl.arange(0, LWP)[None, :]
-    here = is_local(job, local)
-    rows = tl.load(rows_ptr + first_local(job) + local, mask=here, other=0)
     begins = part_begin(part, num_chunks) == tl.program_id(0)
-    rows = tl.broadcast_to(rows, [PARTS, LWP])
+    local = tl.arange(0, sizes.LWP)[None, :]
+    here = is_local(job, local)
+    rows = tl.load(rank_columns_of(job, prefix_ptr) + first_local(job) + local, mask=here, other=0)
+    rows = tl.broadcast_to(rows, [PARTS, sizes.LWP])
     tl.store(step_rows_of(job, placement_ptr) + part * job.ranks_per_node + local, rows, mask=begins & here)
+    if has_other_nodes(job):
+        nodes = num_nodes(job)
+        node = tl.arange(0, sizes.NNP)[None, :]
+        tokens = tl.load(node_columns_of(job, prefix_ptr) + node, mask=node < nodes, other=0)
+        tokens = tl.broadcast_to(tokens, [PARTS, sizes.NNP])
+        tl.store(step_tokens_of(job, placement_ptr) + part * nodes + node, tokens, mask=begins & (node < nodes))

@@ -31,6 +31,7 @@ each node.
                       REPORT_TOKENS to REPORT_HOST_WORD of my report
     step_rows         [64, LW] for each 64th of my tokens, the staging rows that all earlier tokens take at each rank
                       of my node
+    step_tokens       [64, N] likewise the earlier tokens that go to each node; written with several nodes
     bases             [2 * E + W] per expert, the first row of my entries in its owner's output; per expert, its first
                       position in a sort of my entries; per rank, the first staging row of my tokens
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
@@ -254,9 +255,15 @@ def step_rows_of(job, placement_ptr):
 
 
 @triton.jit
+def step_tokens_of(job, placement_ptr):
+    """Pointer to step_tokens [PARTS, N]."""
+    return step_rows_of(job, placement_ptr) + PARTS * job.ranks_per_node
+
+
+@triton.jit
 def bases_of(job, placement_ptr):
     """Pointer to bases [2 * E + W], and so to its first part [E]: per expert, the first row of my entries."""
-    return step_rows_of(job, placement_ptr) + PARTS * job.ranks_per_node
+    return step_tokens_of(job, placement_ptr) + PARTS * num_nodes(job)
 
 
 @triton.jit

@@ -9,9 +9,10 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
-              4 pull: wait for the staged flags of all local ranks, as far as the next tokens need them (with several
-              nodes also for the partial sums of the other nodes: internode/combine.py). Then start from the token's
-              biases or zero, add its rows in k order, in float32, and round once
+              4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next
+              tokens need them (with several nodes for all, and for the partial sums that other nodes send of these
+              tokens: internode/combine.py). Then start from the token's biases or zero, add its rows in k order, in
+              float32, and round once
               5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
 Layout        combine_x [capacity, H]: by output row (stage) or by staging row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
@@ -80,6 +81,7 @@ from ..device.tables import (
     report_ptrs,
     row_of,
     step_rows_of,
+    step_tokens_of,
     tokens_per_node_of,
 )
 from ..device.waits import (
@@ -381,22 +383,39 @@ def combine_reduce_kernel(
 
 
 @triton.jit
-def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
-    """Wait for the other nodes' partial sums of my tokens: flags [N, MAX_CHUNKS], at least one flag per node."""
+def _partial_flags(job, placement_ptr, part, NNP: tl.constexpr, network):
+    """Flags [N, MAX_CHUNKS] of the other nodes' partial sums: pointers, and whether my tokens before `part` (of PARTS)
+    need them; at least one flag per node."""
     flag = tl.arange(0, NNP * network.MAX_CHUNKS)
     node = flag // network.MAX_CHUNKS
-    remote = (node < num_nodes(job)) & (node != my_node(job))
-    tokens = tl.load(tokens_per_node_of(job, placement_ptr) + node, mask=remote, other=0)
+    nodes = num_nodes(job)
+    remote = (node < nodes) & (node != my_node(job))
+    all_ptrs = tokens_per_node_of(job, placement_ptr) + node
+    part_ptrs = step_tokens_of(job, placement_ptr) + part * nodes + node
+    tokens = tl.load(tl.where(part < PARTS, part_ptrs, all_ptrs), mask=remote, other=0)
     used = remote & (flag % network.MAX_CHUNKS * network.CHUNK < tl.maximum(tokens, 1))
-    flag_ptrs = own_buffer(job, PARTIAL_FLAG, tl.int64) + flag
+    return own_buffer(job, PARTIAL_FLAG, tl.int64) + flag, used
+
+
+@triton.jit
+def _wait_partials(job, placement_ptr, part, tag, NNP: tl.constexpr, network):
+    """Wait for the other nodes' partial sums of my tokens before `part` (of PARTS)."""
+    flag_ptrs, used = _partial_flags(job, placement_ptr, part, NNP, network)
     before = tl.load(state_at(job, EPOCH_COMBINE))
-    ready, differ, seen = wait_tagged(job, flag_ptrs, used, before + 1, before, tag, WAIT_NETWORK_PARTIALS)
-    if differ:
-        nodes = tl.arange(0, NNP)
-        known = tl.where(nodes == my_node(job), tag, tags_of_rows(seen, used, before, NNP))
-        ranks = rank_of(job, nodes, local_rank(job))
-        report_calls(job, ranks, known, known >= 0, CALLS_COMBINE)
+    ready, _, _ = wait_tagged(job, flag_ptrs, used, before + 1, before, tag, WAIT_NETWORK_PARTIALS)
     return ready
+
+
+@triton.jit
+def _report_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
+    """After a failed wait: report the calls if ranks of other nodes are in other combines (as `report_staged`)."""
+    flag_ptrs, used = _partial_flags(job, placement_ptr, PARTS, NNP, network)
+    seen = tl.load(flag_ptrs, mask=used, other=0, volatile=True)
+    nodes = tl.arange(0, NNP)
+    tags = tags_of_rows(seen, used, tl.load(state_at(job, EPOCH_COMBINE)), NNP)
+    known = tl.where(nodes == my_node(job), tag, tags)
+    if tl.max(((known >= 0) & (known != tag)).to(tl.int32)) > 0:
+        report_calls(job, rank_of(job, nodes, local_rank(job)), known, known >= 0, CALLS_COMBINE)
 
 
 @triton.jit
@@ -479,20 +498,18 @@ def combine_pull_kernel(
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
     ready = tl.load(state_at(job, STATUS)) == 0
-    if NNP > 1:
-        if ready:
-            ready, _ = wait_staged(job, staged, STEPS, tag)
-        ready &= _wait_partials(job, combine.placement_ptr, tag, NNP, network)
     for turn in range(turns.num_steps):
         step = turn * STEPS // turns.num_steps
         reached = step + STEPS // turns.num_steps
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
-            if rows.REDUCED:
+            if rows.REDUCED and NNP == 1:  # with several nodes, rows of my node's tokens are reduced last
                 steps = _steps_needed(job, combine.placement_ptr, parts_staged(reached), staged.LWP)
                 # Hear every rank by the last turn, even one without rows for this rank: its tag must be compared.
                 steps = tl.maximum(steps, (turn + 1) // turns.num_steps)
             ready, _ = wait_staged(job, staged, steps, tag)
+        if NNP > 1:
+            ready &= _wait_partials(job, combine.placement_ptr, parts_staged(reached), tag, NNP, network)
         if ready:
             begin = part_begin(parts_staged(step), num_chunks) * turns.BLOCK_T
             end = tl.minimum(part_begin(parts_staged(reached), num_chunks) * turns.BLOCK_T, entries.num_tokens)
@@ -524,6 +541,8 @@ def combine_pull_kernel(
                 tl.store(sums.out_ptr + at, acc.to(ELEMENT), mask=mask)
     if not ready:
         report_staged(job, staged, tag)
+        if NNP > 1:
+            _report_partials(job, combine.placement_ptr, tag, NNP, network)
     if last_to_arrive(job, tl.num_programs(0)):
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         tl.debug_barrier()

@@ -3,7 +3,11 @@
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch --payload mxfp8
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --like-ranks 4
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --tokens 8 --hidden 64 --experts 8   # on a CPU
+
+With `--like-ranks 4` each of two ranks sends, receives and lays out as many rows as one of 4 ranks would: three tokens
+take the place of one, each with the experts of one other rank, and one of the three with this rank's, too.
 
 The built-in variant comes first; every other way must give the same bits. A row has microseconds per call: slowest rank
 of each replay, median over replays and turns.
@@ -50,6 +54,7 @@ class Way:
     Attributes:
         num_sm: programs of the exchange.
         push, expand, reduce, pull: (rows, warps) of these kernels.
+        push_tile: (warps, words, rows, registers) of the push.
         registers: registers per thread of the expand kernel.
         block: words of its tile.
         expanding: its programs per free multiprocessor.
@@ -62,6 +67,7 @@ class Way:
 
     num_sm: int = 20
     push: tuple[int, int] | None = None
+    push_tile: tuple[int, int, int, int] | None = None
     expand: tuple[int, int] | None = None
     reduce: tuple[int, int] | None = None
     pull: tuple[int, int] | None = None
@@ -105,6 +111,18 @@ COMBINE = (
 )
 
 
+def routing(rank: int, args: argparse.Namespace) -> torch.Tensor:
+    """Expert ids [T, K] of this rank, -1 = none; with `--like-ranks` T is that many tokens, less one, for each."""
+    if not args.like_ranks:
+        return uniform_idx(rank, args.tokens, args.topk, args.experts, 0)
+    per_rank = args.experts // 2
+    ids = uniform_idx(rank, args.tokens, args.topk, args.like_ranks * per_rank, 0)
+    owner, expert = ids // per_rank, ids % per_rank
+    others = [torch.where(owner == other, expert + (1 - rank) * per_rank, -1) for other in range(1, args.like_ranks)]
+    others[0] = torch.where(owner == 0, expert + rank * per_rank, others[0])
+    return torch.stack(others, dim=1).flatten(0, 1)
+
+
 class WrongResult(Exception):
     """A way gives another result than the built-in variant."""
 
@@ -113,7 +131,7 @@ class WrongResult(Exception):
 def _changed(way: Way) -> Iterator[None]:
     """Use plans and grids of this way for layers that launch inside the block."""
     expand_plan, combining = exchange.expand, combine_ops.combining_programs
-    reduce_plan, pull_plan = exchange.reduce, exchange.pull
+    push_plan, reduce_plan, pull_plan = exchange.push, exchange.reduce, exchange.pull
     share, layers, pulling = tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE
 
     def expand(*args: Any) -> Plan:
@@ -122,6 +140,14 @@ def _changed(way: Way) -> Iterator[None]:
         if way.block is not None and way.block < values["BLOCK_H"]:
             values |= {"BLOCK_H": way.block, "TILES": -(-args[-1] // way.block)}
         return replace(plan, constexprs=values, maxnreg=way.registers or plan.maxnreg)
+
+    def push(*args: Any) -> Plan:
+        plan = push_plan(*args)
+        if way.push_tile is None:
+            return plan
+        warps, words, rows, registers = way.push_tile
+        values = {**plan.constexprs, "BLOCK_H": words, "ROWS": rows}
+        return replace(plan, constexprs=values, num_warps=warps, maxnreg=registers)
 
     def combining_programs(*args: Any) -> tuning.Combining:
         programs = combining(*args)
@@ -133,14 +159,14 @@ def _changed(way: Way) -> Iterator[None]:
     def pull(s: Any, *args: Any) -> Plan:
         return _tiled(pull_plan(s, *args), s, way.pull_tile)
 
-    exchange.expand, exchange.reduce, exchange.pull = expand, reduce, pull
+    exchange.push, exchange.expand, exchange.reduce, exchange.pull = push, expand, reduce, pull
     combine_ops.combining_programs = combining_programs
     tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
     tuning._PULL_SHARE = way.pulling or pulling
     try:
         yield
     finally:
-        exchange.expand, combine_ops.combining_programs = expand_plan, combining
+        exchange.push, exchange.expand, combine_ops.combining_programs = push_plan, expand_plan, combining
         exchange.reduce, exchange.pull = reduce_plan, pull_plan
         tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE = share, layers, pulling
 
@@ -165,15 +191,17 @@ class _Made:
         for name in ("push", "expand", "reduce", "pull"):
             if getattr(way, name) is not None:
                 entry = entry.with_kernel(name, KernelChoice(*getattr(way, name)))
+        idx = routing(rank, args)
+        tokens = len(idx)
         self.layer = EPAll2AllLayer(
-            dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
+            dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
             num_sm=None, tuned=entry, enable_local_combine=True, alignment=args.alignment, timeout_s=20.0,
             payload=None if args.payload == "bf16" else args.payload, sm_budget=way.budget,
-            capacity=ranks * args.tokens * args.topk // 2 + args.experts // ranks * args.alignment,
+            capacity=max(ranks, args.like_ranks) * args.tokens * args.topk // 2 + args.experts * args.alignment,
         )  # fmt: skip
         self.device = self.layer.context.device
-        self.x = coded_rows(rank, args.tokens, args.hidden, 0, self.device)
-        self.idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(self.device)
+        self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
+        self.idx = idx.to(self.device)
         self.dispatch()
         generator = torch.Generator(self.device).manual_seed(rank)
         shape = (self.desc.num_recv_rows, args.hidden)
@@ -253,6 +281,7 @@ def main() -> None:
     """Start the ranks, unless torchrun or another launcher has started them."""
     parser = sizes_parser(__doc__)
     parser.add_argument("--op", choices=("dispatch", "combine"), default="dispatch")
+    parser.add_argument("--like-ranks", type=int, default=0, help="see above; needs 2 ranks")
     parser.add_argument("--alignment", type=int, default=128)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
     parser.add_argument("--iters", type=int, default=15)

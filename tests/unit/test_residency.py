@@ -82,7 +82,7 @@ def test_grids_that_would_hang_are_not_made() -> None:
     assert Expanding(H200, 20, None, True, True).programs(EXPAND, (PUSH,)) == 356 // 2
     assert Expanding(H200, 20, None, True, True).programs(Program(4, 80), (PUSH,)) == 2 * (H200 - 20)
     assert Expanding(H200, 20, None, True, True).programs(EXPAND, (WIDE_PUSH,)) == (H200 - 20) // 2
-    assert Expanding(H200, 32, None, False, True).programs(EXPAND, (PUSH, SEND, FORWARD)) == 100
+    assert Expanding(H200, 64, None, False, True).programs(EXPAND, (PUSH, SEND, FORWARD)) == 68
     assert Expanding(H200, 20, None, True, False).programs(EXPAND, (PUSH,)) == 2 * H200
 
 

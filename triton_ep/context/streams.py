@@ -1,4 +1,4 @@
-"""A side stream for local work of a layer, concurrently with the current stream."""
+"""A side stream for work of a layer that runs concurrently with the current stream."""
 
 from __future__ import annotations
 

@@ -125,11 +125,15 @@ class Flight(Generic[Received]):
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter)
         side = dispatch_ops.fork(ctx, rows is not self.request.rows, self.split)
+        network = None
         if not ctx.config.is_intra_node:
-            dispatch_ops.send(ctx, fmt, rows, routing, placement)
+            network = dispatch_ops.fork_network(ctx, self.split)
+            dispatch_ops.send(ctx, fmt, rows, routing, placement, network)
         dispatch_ops.push(ctx, fmt, rows, routing, placement)
         if not self.split:
             self.forward_rows()
+        if network is not None:
+            ctx.network.join()
         return side
 
     def forward_rows(self) -> None:

@@ -13,7 +13,8 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
-from triton_ep.ops.tuning import Combining, as_words, combining_programs
+from triton_ep.ops.dispatch import fork_network
+from triton_ep.ops.tuning import Combining, as_words, combining_programs, sends_aside
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
@@ -45,7 +46,7 @@ def combine(
     # On the side stream, later rows are summed while the first sums are pulled.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    _receive(ctx, fmt, out, weights is not None, desc, plan, biases)
+    _receive(ctx, fmt, out, weights is not None, desc, plan, biases, split=False)
     if plan.overlapped:
         ctx.join()
     return out
@@ -120,7 +121,7 @@ def send(
     plan = _plan(ctx, fmt, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases)
+    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases, split=True)
 
 
 class _Plan(NamedTuple):
@@ -130,6 +131,7 @@ class _Plan(NamedTuple):
         programs: number of programs that publish.
         pulling: number of programs that sum rows of other ranks.
         num_steps: steps in which rows are published.
+        turns: steps in which tokens are summed.
         overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
@@ -137,6 +139,7 @@ class _Plan(NamedTuple):
     programs: int
     pulling: int
     num_steps: int
+    turns: int
     overlapped: bool
     call: int
 
@@ -157,10 +160,9 @@ def _plan(
     if grids is None:
         grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
     publishing, pulling, overlapped = grids
-    if not ctx.config.is_intra_node:
-        return _Plan(publishing, pulling, 2, overlapped, call)
     # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
-    return _Plan(publishing, pulling, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
+    turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
+    return _Plan(publishing, pulling, turns if ctx.config.is_intra_node else 2, turns, overlapped, call)
 
 
 def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Combining:
@@ -201,10 +203,16 @@ def _receive(
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
+    split: bool,
 ) -> None:
+    """The receiving half. split: as of `dispatch.fork_network`."""
+    aside = None
     if not ctx.config.is_intra_node:
-        _send_partials(ctx, fmt, has_weights, desc, plan)
+        aside = fork_network(ctx, split)
+        _send_partials(ctx, fmt, has_weights, desc, plan, aside)
     _pull(ctx, fmt, out, has_weights, desc, plan, biases)
+    if aside is not None:
+        ctx.network.join()
 
 
 def _publish(
@@ -265,9 +273,17 @@ def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
 
 
 def _send_partials(
-    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    has_weights: bool,
+    desc: EPAllToAllLayoutDesc,
+    plan: _Plan,
+    aside: torch.cuda.Stream | None,
 ) -> None:
-    """Sum this node's rows of the tokens of other nodes and send the sums back."""
+    """Sum this node's rows of the tokens of other nodes and send the sums back.
+
+    aside: stream on which that overlaps the kernel that sums the rows of this rank's tokens.
+    """
     sizes, reduced = ctx.sizes, is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
     kind = (has_weights and not reduced, reduced)
@@ -280,6 +296,7 @@ def _send_partials(
         row_capacity=sizes.output_rows,
         num_stage_programs=plan.programs,
         call=plan.call,
+        stream=aside,
     )
 
 
@@ -307,6 +324,6 @@ def _pull(
         hidden=fmt.hidden,
         row_capacity=sizes.output_rows,
         num_stage_programs=plan.programs,
-        num_steps=plan.num_steps,
+        num_steps=plan.turns,
         call=plan.call,
     )

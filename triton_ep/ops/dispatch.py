@@ -27,6 +27,7 @@ from triton_ep.ops.tuning import (
     mx_blocks,
     overlaps,
     quantizing_programs,
+    sends_aside,
 )
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.layers import LANDINGS, landed_words
@@ -85,8 +86,18 @@ def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
     )
 
 
-def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
-    """Send each row of x [T, H] once to every other node that needs it."""
+def send(
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    x: Rows,
+    routing: Routing,
+    placement: torch.Tensor,
+    aside: torch.cuda.Stream | None,
+) -> None:
+    """Send each row of x [T, H] once to every other node that needs it.
+
+    aside: from `fork_network`, so that rows cross nodes while others are pushed within this one.
+    """
     cfg, weights = ctx.config, routing.weights
     words, scale, row_words, payload = _source(ctx, fmt, x)
     kind = (payload, row_words, weights is not None)
@@ -100,6 +111,7 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
         placement_ptr=placement,
         num_tokens=routing.num_tokens,
         row_words=row_words,
+        stream=aside,
     )
 
 
@@ -203,6 +215,15 @@ def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cud
     if quantized:
         ctx.join()
     return None if split else ctx.fork()
+
+
+def fork_network(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream | None:
+    """Stream on which `send` overlaps the kernels launched next; None if it runs before them.
+
+    split: the caller may run kernels of its own concurrently with the sending half, which then takes no more
+    multiprocessors than a push. `ctx.network.join` must follow.
+    """
+    return ctx.network.fork() if not split and sends_aside(ctx.config, ctx.device) else None
 
 
 def receive(

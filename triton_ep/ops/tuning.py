@@ -69,7 +69,8 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
     num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
     if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
-        grid = Expanding(multiprocessors(ctx.device), cfg.num_sm, cfg.sm_budget, cfg.is_intra_node, overlapped)
+        sending = sending_programs(cfg, ctx.device)
+        grid = Expanding(multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped)
         programs = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
         fmt.grids[expand, overlapped] = Launcher.num_compiled, programs
     return int(programs)
@@ -79,11 +80,12 @@ class Expanding(NamedTuple):
     """The facts that decide how many programs expand rows.
 
     Attributes:
+        sending: programs that send rows at the same time, of all kernels that do.
         overlapped: they run concurrently with the programs that send.
     """
 
     multiprocessors: int
-    num_sm: int
+    sending: int
     sm_budget: int | None
     is_intra_node: bool
     overlapped: bool
@@ -94,17 +96,17 @@ class Expanding(NamedTuple):
         Within a node it leaves room for a second layer that dispatches at the same time, too. Without a budget,
         expanding programs take the multiprocessors that are left: their registers (triton_ep/runtime/plans/exchange.py)
         let four fit on a multiprocessor, or one program of the push instead of two of them. With several nodes they
-        also wait for programs that take a multiprocessor each.
+        also wait for programs that take a multiprocessor each, and are as large themselves.
         """
-        free = self.multiprocessors - self.num_sm * self.overlapped
+        free = self.multiprocessors - self.sending * self.overlapped
         many, each = _EXPANDING_SHARE
         wanted = many * free // each if self.is_intra_node or not self.overlapped else free
         if self.sm_budget is not None:
             budget = min(self.sm_budget, self.multiprocessors)
-            wanted = in_budget(budget, expand, senders, self.num_sm * self.overlapped)
+            wanted = in_budget(budget, expand, senders, self.sending * self.overlapped)
         layers = _LAYERS if self.is_intra_node else 1
         for sender in senders if self.overlapped else ():
-            wanted = min(wanted, most_waiting(self.multiprocessors, expand, sender, self.num_sm) // layers)
+            wanted = min(wanted, most_waiting(self.multiprocessors, expand, sender, self.sending) // layers)
         return max(wanted, 1)
 
 
@@ -138,8 +140,9 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
         return budgeted_combine(budget, publish, pull, overlapped)
     if not overlapped:
         return Combining(local_programs(device), pulling, False)
-    most = most_waiting(multiprocessors(device), publish, pull, config.num_sm)
-    return Combining(min(waiting_programs(multiprocessors(device), config.num_sm), most), pulling, True)
+    sending = sending_programs(config, device)
+    most = most_waiting(multiprocessors(device), publish, pull, sending)
+    return Combining(min(waiting_programs(multiprocessors(device), sending), most), pulling, True)
 
 
 def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
@@ -182,6 +185,21 @@ def overlaps(config: EPConfig, device: torch.device) -> bool:
     if config.sm_budget is not None:
         return config.sm_budget > 1 and multiprocessors(device) - config.num_sm >= _LAYERS
     return waiting_programs(multiprocessors(device), config.num_sm) > 0
+
+
+def sends_aside(config: EPConfig, device: torch.device) -> bool:
+    """True if rows and partial sums cross nodes on a stream of their own, while rows move within the node.
+
+    Each of these kernels has `num_sm` programs; at least half of the multiprocessors are left to lay out and sum rows.
+    """
+    if config.is_intra_node or config.sm_budget is not None or not overlaps(config, device):
+        return False
+    return 4 * config.num_sm <= multiprocessors(device)
+
+
+def sending_programs(config: EPConfig, device: torch.device) -> int:
+    """Programs of the communication kernels that run at the same time."""
+    return config.num_sm * (2 if sends_aside(config, device) else 1)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from triton_ep.kernels.device.codes import (
     EPOCH_BARRIER_ALL,
     EPOCH_BARRIER_NODE,
     LANDING_BF16,
+    LANDING_MX,
     LANDING_ROW,
     LANDING_WORDS,
     MODE_RCEIL,
@@ -58,7 +59,7 @@ def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
         "HAS_WEIGHTS": has_weights,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
-        **s.common("TOPK", "KP", "LWP"),
+        **s.common("TOPK", "KP", "LWP", "NNP"),
     }
     return Plan("routing_slots_kernel", constexprs)
 
@@ -145,9 +146,27 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         if landing == LANDING_WORDS and not rows:  # tiles of 8 KB leave room for six programs per multiprocessor
             tile["BLOCK_H"] = min(tile["BLOCK_H"], 2048 if s.interpreted else 1024)
             options = EXPANDING | {"maxnreg": 80}
+    if not s.chosen("expand")[0]:
+        tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
     constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("dispatch_expand_kernel", constexprs, **options)
+
+
+def as_many_as_four(
+    s: Shape, tile: dict[str, int], options: dict[str, int], has_scales: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Tile and options of a program that does the work of four, with several nodes and no budget.
+
+    Programs that lay rows out then wait for programs that take whole multiprocessors, so only one is launched for each
+    multiprocessor that is left (ops/tuning.py).
+    """
+    if s.num_nodes == 1 or s.budgeted or s.interpreted:
+        return tile, options
+    larger = options | {"num_warps": 4 * options["num_warps"]}
+    if has_scales:  # which take more registers than 16 warps leave
+        larger = {"num_warps": 8, "maxnreg": 248}
+    return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK)}, larger
 
 
 def watched_sources(s: Shape, num_warps: int) -> int:
