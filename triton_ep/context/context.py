@@ -116,7 +116,7 @@ class DispatchCombineContext:
         self.launcher, self.scratch, self._identity_rows = launches.launcher, launches.scratch, launches.identity_rows
         side = SideStream(self.device)
         self.fork, self.join, self.wait_joined = side.fork, side.join, side.wait_joined
-        self.network = SideStream(self.device)  # for kernels that send to other nodes
+        self.crossing = SideStream(self.device)  # for kernels that send to other nodes
         # The device bounds its own wait; the host waits twice as long, which covers earlier work on the stream.
         self.host_read = HostRead(sizes.told_words, 2 * config.timeout_s + 60, self.device)
         try:

@@ -133,7 +133,7 @@ class Flight(Generic[Received]):
         if not self.split:
             self.forward_rows()
         if network is not None:
-            ctx.network.join()
+            ctx.crossing.join()
         return side
 
     def forward_rows(self) -> None:

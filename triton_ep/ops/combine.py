@@ -212,7 +212,7 @@ def _receive(
         _send_partials(ctx, fmt, has_weights, desc, plan, aside)
     _pull(ctx, fmt, out, has_weights, desc, plan, biases)
     if aside is not None:
-        ctx.network.join()
+        ctx.crossing.join()
 
 
 def _publish(

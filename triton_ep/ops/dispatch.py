@@ -221,9 +221,9 @@ def fork_network(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream 
     """Stream on which `send` overlaps the kernels launched next; None if it runs before them.
 
     split: the caller may run kernels of its own concurrently with the sending half, which then takes no more
-    multiprocessors than a push. `ctx.network.join` must follow.
+    multiprocessors than a push. `ctx.crossing.join` must follow.
     """
-    return ctx.network.fork() if not split and sends_aside(ctx.config, ctx.device) else None
+    return ctx.crossing.fork() if not split and sends_aside(ctx.config, ctx.device) else None
 
 
 def receive(
