@@ -90,6 +90,8 @@ class EPConfig:
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
         low_latency: fewer launches for few tokens; static, one node, at most 1024 tokens, 2048 experts, 32 ranks.
+        shared_staging: received rows and the sums that combine publishes are staged in the same memory, one after the
+            other; with `enable_local_combine` only.
         tuned: entry of a tuned table with kernel parameters for a GPU; None: the built-in ones. Does not set `num_sm`.
 
     Raises:
@@ -115,12 +117,13 @@ class EPConfig:
     low_latency: bool = False
     tuned: TunedEntry | None = None
     sm_budget: int | None = None
+    shared_staging: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_POSITIVE, "rank"):
             least = 0 if name == "rank" else 1
             object.__setattr__(self, name, as_integer(f"EPConfig.{name}", getattr(self, name), least))
-        for name in ("enable_local_combine", "low_latency"):
+        for name in ("enable_local_combine", "low_latency", "shared_staging"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"EPConfig.{name} must be True or False, got {getattr(self, name)!r}.")
         if not 0 <= self.rank < self.world_size:
@@ -164,6 +167,11 @@ class EPConfig:
             raise ConfigError(f"EPConfig.tuned must be a TunedEntry or None, got {type(self.tuned).__name__}.")
         if self.low_latency:
             self._check_low_latency()
+        if self.shared_staging and (self.low_latency or not self.enable_local_combine):
+            raise ConfigError(
+                "shared_staging=True needs enable_local_combine=True and low_latency=False: other layers stage rows "
+                f"elsewhere, or many more. Got {self.enable_local_combine} and {self.low_latency}."
+            )
         limit_s = self.timeout_s
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")

@@ -84,6 +84,8 @@ class EPAll2AllLayer:
         low_latency: one launch per dispatch, one per combine, for at most 1024 tokens (decode): static, one node.
         sm_budget: multiprocessors that dispatch and combine take, including the layout and the sums of rows; limits
             `num_sm` to this number, or to half of it with several nodes. Not with `low_latency`. None: no budget.
+        shared_staging: dispatch and combine stage rows in the same memory, one after the other, which saves up to half
+            of the layer's symmetric memory. Needs `enable_local_combine`; calls cannot have `return_recv_hook` then.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), the same on all ranks; needs num_sm=None.
         timeout_s: bound of every wait, in seconds.
 
@@ -115,6 +117,7 @@ class EPAll2AllLayer:
         capacity: int | None = None,
         low_latency: bool = False,
         sm_budget: int | None = None,
+        shared_staging: bool = False,
         tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
         aot: str | None = None,
@@ -150,6 +153,7 @@ class EPAll2AllLayer:
             low_latency=low_latency,
             tuned=tuned,
             sm_budget=sm_budget,
+            shared_staging=shared_staging,
         )
         join_group(ep_group)
         choice: Choice | None = None
@@ -707,7 +711,7 @@ class EPAll2AllLayer:
         if biases:
             checks.check_biases(self.config, ctx.device, biases, desc)
         if ending != PLAIN:
-            checks.check_overlap(*ending)
+            checks.check_overlap(self.config, *ending)
         ctx.calls.check_combine(desc.dispatch_number)
 
         def send() -> Launched[torch.Tensor]:

@@ -43,6 +43,7 @@ class Case:
     calls: int = 2
     num_sm: int = 20
     sm_budget: int | None = None
+    shared_staging: bool = False
     payload: str | None = None
     quantised_input: bool = False
     low_latency: bool = False  # implies static and local_combine
@@ -89,6 +90,8 @@ CASES = (
     Case("one_program", num_sm=1, topk=4, experts=4),
     Case("budget", sm_budget=24, tokens=(40, 3, 0, 21), hidden=520, topk=6, experts=6, local_combine=True),
     Case("budget_skewed", sm_budget=24, routing="skewed", topk=4, experts=8, local_combine=True, combine_weights=True),
+    Case("shared_staging", shared_staging=True, local_combine=True, topk=4, experts=4),
+    Case("shared_staging_static", shared_staging=True, local_combine=True, static=True, payload="mxfp8", hidden=160),
     Case("mxfp8", payload="mxfp8", topk=4, experts=4),
     Case("mxfp8_odd_blocks", payload="mxfp8", hidden=96, alignment=16, topk=3, experts=3),
     Case("mxfp8_wide_local", payload="mxfp8", hidden=544, local_combine=True, topk=4, experts=4, weights=False),
@@ -126,6 +129,7 @@ def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=Non
         "dtype": case.dtype,
         "num_sm": case.num_sm,
         "sm_budget": case.sm_budget,
+        "shared_staging": case.shared_staging,
         "enable_local_combine": case.local_combine,
         "alignment": case.alignment,
         "payload": case.payload,

@@ -301,6 +301,7 @@ BAD_CONFIGS = {
     "timeout": ({"timeout_s": 0}, ConfigError, "timeout_s"),
     "payload": ({"payload": "fp3"}, ConfigError, "fp3"),
     "mxfp8_hidden": ({"payload": "mxfp8", "hidden": 48}, ConfigError, "multiple of 32"),
+    "shared_staging": ({"shared_staging": True}, ConfigError, "enable_local_combine=True"),
     "aot": ({"use_aot": True, "aot_dir": "/nowhere"}, AotMiss, "TRITON_EP_AOT"),
 }
 

@@ -221,6 +221,24 @@ def test_what_would_overwrite_rows_is_refused(run_ranks, nodes, ranks_per_node, 
     run_ranks(_refused, nodes, ranks_per_node, case)
 
 
+def _no_halves(rank, nodes, ranks_per_node):
+    case = replace(SMALL, local_combine=True)
+    with make_layer(case, rank, nodes, ranks_per_node, shared_staging=True) as layer:
+        halves = _Halves(layer, case)
+        halves.dispatch()
+        for call in (halves.send, halves.publish):
+            with pytest.raises(InputError, match="without shared_staging"):
+                call()
+        combine_and_check(layer, dispatch_and_check(layer, case, 2))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_shared_staging_has_no_halves(run_ranks, nodes, ranks_per_node):
+    """Hooks are refused where another call between the halves would overwrite rows; the next call works."""
+    run_ranks(_no_halves, nodes, ranks_per_node)
+
+
 def _growth_refused(rank, nodes, ranks_per_node):
     few = replace(SMALL, tokens=(2,), drop=0.0)
     many = replace(few, tokens=(24,), routing="one_expert", topk=2)

@@ -67,8 +67,14 @@ def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, A
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"payload": "mxfp8"}, {"capacity": 300, "enable_local_combine": True}, {"alignment": 16}],
-    ids=["exact", "mxfp8", "static-local", "aligned"],
+    [
+        {},
+        {"payload": "mxfp8"},
+        {"capacity": 300, "enable_local_combine": True},
+        {"alignment": 16},
+        {"payload": "mxfp8", "enable_local_combine": True, "shared_staging": True},
+    ],
+    ids=["exact", "mxfp8", "static-local", "aligned", "shared"],
 )
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
 def test_a_layer_takes_what_estimate_bytes_says(
@@ -90,6 +96,19 @@ def test_the_heap_suggested_holds_one_exchange() -> None:
         assert 0 <= report.heap_bytes - report.total < memory.HEAP_STEP
         assert report.fit * report.total <= report.heap < (report.fit + 1) * report.total
         assert sum(report.buffers.values()) == report.total <= report.most
+
+
+def test_shared_staging_saves_the_smaller_of_both_buffers() -> None:
+    """The rows of dispatch and combine lie in the same memory; the report names the larger buffer only."""
+    for payload, kept, saved in (
+        ("bf16", "dispatch_output_buf", "stage_x"),
+        ("mxfp8", "dispatch_output_buf", "stage_x"),
+    ):
+        options = ("--ranks", "4", "--capacity", "1.5x", "--enable-local-combine", "--payload", payload)
+        apart, shared = _report(*options), _report(*options, "--shared-staging")
+        assert apart.total - shared.total == apart.buffers[saved] > 0
+        assert kept in shared.buffers and saved not in shared.buffers
+        assert sum(shared.buffers.values()) == shared.total
 
 
 def test_static_worst_case_is_what_an_exact_exchange_may_grow_to() -> None:

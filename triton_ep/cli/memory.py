@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from triton_ep.bench.settings import MODELS
@@ -28,7 +29,7 @@ class Report:
     """Symmetric memory of one exchange on each rank, in bytes.
 
     Attributes:
-        buffers: bytes of each buffer, largest first; empty buffers are left out.
+        buffers: bytes of each buffer, largest first; without empty buffers and those that lie in other buffers' memory.
         total: bytes of all buffers at the start.
         most: bytes after all growth, when every token goes to this rank's experts; equal to `total` in static mode.
         heap_bytes: value to pass to `initialize_distributed` for one exchange.
@@ -68,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16", help="rows on the wire in dispatch")
     parser.add_argument("--alignment", type=int, default=128, metavar="N", help="in rows (default: %(default)s)")
     parser.add_argument("--enable-local-combine", action="store_true", help="sum rows on the experts' rank first")
+    parser.add_argument(
+        "--shared-staging", action="store_true", help="as in exchanges of triton_ep.nn; needs --enable-local-combine"
+    )
     parser.add_argument(
         "--low-latency", action="store_true", help="an exchange for decoding; --tokens is 128 by default"
     )
@@ -112,6 +116,7 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
         recv_capacity=_capacity(arguments.capacity, tokens * model["topk"], most, arguments.low_latency),
         payload=None if arguments.payload == "bf16" else arguments.payload,
         enable_local_combine=arguments.enable_local_combine,
+        shared_staging=arguments.shared_staging,
         low_latency=arguments.low_latency,
     )
 
@@ -132,15 +137,16 @@ def _capacity(text: str, mean: int, most: int, low_latency: bool) -> int | None:
 
 def report_of(config: EPConfig, layers: int, heap: int) -> Report:
     """Bytes of the buffers of one exchange of this configuration."""
-    from triton_ep.context.layout import BUFFERS, estimate_bytes, initial_sizes
+    from triton_ep.context import layout
 
-    sizes = initial_sizes(config)
-    total = estimate_bytes(sizes)
-    buffers = {buffer.name: buffer.nbytes(sizes) for buffer in BUFFERS}
+    sizes = layout.initial_sizes(config)
+    total = layout.estimate_bytes(sizes)
+    largest = [max(classes, key=partial(layout.class_bytes, sizes)) for classes in layout.blocks(config).values()]
+    buffers = {buffer.name: buffer.nbytes(sizes) for grows in largest for buffer in layout.members(grows)}
     return Report(
         buffers=dict(sorted(((name, size) for name, size in buffers.items() if size), key=lambda item: -item[1])),
         total=total,
-        most=estimate_bytes(_grown(config, sizes)),
+        most=layout.estimate_bytes(_grown(config, sizes)),
         heap_bytes=-(-total // HEAP_STEP) * HEAP_STEP,
         heap=heap,
         fit=heap // total,

@@ -378,6 +378,28 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
     return Sizes(config, arrival_rows=arrivals, output_rows=output if not config.enable_local_combine else arrivals)
 
 
+def blocks(config: EPConfig) -> Mapping[str, tuple[str, ...]]:
+    """Blocks of symmetric memory by name, each with its growth classes, which overlap: each begins at its start."""
+    if config.shared_staging:
+        return {"": ("",), "staging": ("arrival", "output")}
+    return {"": ("",), "arrival": ("arrival",), "output": ("output",)}
+
+
+def members(grows: str) -> list[Buffer]:
+    """The buffers of a growth class, in the order in which they lie in a block."""
+    return [buffer for buffer in BUFFERS if buffer.grows == grows]
+
+
+def class_bytes(sizes: Sizes, grows: str) -> int:
+    """Bytes of the buffers of a growth class."""
+    return sum(buffer.nbytes(sizes) for buffer in members(grows))
+
+
+def block_bytes(sizes: Sizes, classes: tuple[str, ...]) -> int:
+    """Bytes of a block of these growth classes."""
+    return max(class_bytes(sizes, grows) for grows in classes)
+
+
 def estimate_bytes(sizes: Sizes) -> int:
     """Symmetric memory that a context of these sizes takes on each rank, in bytes."""
-    return sum(buffer.nbytes(sizes) for buffer in BUFFERS)
+    return sum(block_bytes(sizes, classes) for classes in blocks(sizes.config).values())

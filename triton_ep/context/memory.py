@@ -1,7 +1,8 @@
 """SymmetricBuffers: the symmetric memory of one layer, by the table in triton_ep/context/layout.py.
 
-Buffers of one growth class are one block. Kernels read the address of every buffer at every rank from `tables`
-(kernels/device/buffers.py), so a larger block can replace a block without compiling or binding kernels again.
+Buffers of one growth class are one block, or those of both with `shared_staging`. Kernels read the address of every
+buffer at every rank from `tables` (kernels/device/buffers.py), so a larger block can replace a block without compiling
+or binding kernels again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from triton_ep.heap.base import SymmetricHeap, SymmTensor
 
 _log = logging.getLogger("triton_ep")
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
-_CLASSES = ("", "arrival", "output")  # `grows` of the buffers
 _SLACK_BYTES = 4096  # most bytes that a heap adds to one allocation for alignment
 
 
@@ -37,6 +37,7 @@ class SymmetricBuffers:
     @torch.inference_mode(False)  # the tables outlive inference mode and must stay writable outside it
     def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, name: str) -> None:
         self.config, self.sizes = config, sizes
+        self._classes = layout.blocks(config)
         self._group, self._heap, self._name = group, heap, name
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -51,9 +52,10 @@ class SymmetricBuffers:
         Raises:
             HeapError: on all ranks, if one has no room.
         """
-        self._heap.require(layout.estimate_bytes(self.sizes) + len(_CLASSES) * _SLACK_BYTES, self._group, self._name)
-        for grows in _CLASSES:
-            self._allocate_class(grows)
+        slack = len(self._classes) * _SLACK_BYTES
+        self._heap.require(layout.estimate_bytes(self.sizes) + slack, self._group, self._name)
+        for name in self._classes:
+            self._allocate_block(name)
         self._note("made")
 
     def _note(self, what: str) -> None:
@@ -69,37 +71,37 @@ class SymmetricBuffers:
         )
 
     @torch.inference_mode(False)
-    def _allocate_class(self, grows: str) -> None:
-        """Allocate the buffers of one growth class as one block and enter their addresses in the tables."""
-        members = [buffer for buffer in layout.BUFFERS if buffer.grows == grows]
-        nbytes = sum(buffer.nbytes(self.sizes) for buffer in members)
-        block = self._heap.alloc((nbytes,), torch.uint8, self._group, self._name)
-        self._blocks[grows] = block
-        offset = 0
-        for buffer in members:
-            self._offsets[buffer.name] = (grows, offset)
-            self._addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
-            self._net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
-            offset += buffer.nbytes(self.sizes)
+    def _allocate_block(self, name: str) -> None:
+        """Allocate one block and enter the addresses of its buffers in the tables."""
+        classes = self._classes[name]
+        block = self._heap.alloc((layout.block_bytes(self.sizes, classes),), torch.uint8, self._group, self._name)
+        self._blocks[name] = block
+        for grows in classes:
+            offset = 0
+            for buffer in layout.members(grows):
+                self._offsets[buffer.name] = (name, offset)
+                self._addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
+                self._net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
+                offset += buffer.nbytes(self.sizes)
 
     def local(self, name: str) -> torch.Tensor:
         """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/context/layout.py."""
         buffer = layout.BUFFERS[_INDEX[name]]
-        grows, offset = self._offsets[name]
+        block, offset = self._offsets[name]
         shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
         count = torch.Size(shape).numel() * dtype.itemsize
-        return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+        return self._blocks[block].local[offset : offset + count].view(dtype).view(shape)
 
     def local_as(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The whole memory of this rank's copy of a buffer, padding included, viewed as `dtype`."""
-        grows, offset = self._offsets[name]
+        block, offset = self._offsets[name]
         nbytes = layout.BUFFERS[_INDEX[name]].nbytes(self.sizes)
-        return self._blocks[grows].local[offset : offset + nbytes].view(dtype)
+        return self._blocks[block].local[offset : offset + nbytes].view(dtype)
 
     def local_address(self, name: str) -> int:
         """Address of `local(name)`, without creating a tensor."""
-        grows, offset = self._offsets[name]
-        return self._blocks[grows].local.data_ptr() + offset
+        block, offset = self._offsets[name]
+        return self._blocks[block].local.data_ptr() + offset
 
     def wanted_sizes(self, arrival_rows: int, output_rows: int) -> layout.Sizes:
         """The sizes for `grow` with room for at least that many rows; `sizes` itself if it has room already.
@@ -117,25 +119,26 @@ class SymmetricBuffers:
         return layout.Sizes(self.config, staged, output)
 
     def grow(self, wanted: layout.Sizes) -> None:
-        """Replace the classes that are smaller than `wanted`; their contents are lost.
+        """Replace the blocks of classes that are smaller than `wanted`; their contents are lost.
 
         Raises:
-            HeapError: on all ranks, if one has no room. The class keeps its former size, and smaller calls still work.
+            HeapError: on all ranks, if one has no room. The block keeps its former size, and smaller calls still work.
         """
-        if wanted.arrival_rows > self.sizes.arrival_rows:
-            self._replace("arrival", layout.Sizes(self.config, wanted.arrival_rows, self.sizes.output_rows))
-        if wanted.output_rows > self.sizes.output_rows:
-            self._replace("output", wanted)
+        for name, classes in self._classes.items():
+            staged = wanted.arrival_rows if "arrival" in classes else self.sizes.arrival_rows
+            output = wanted.output_rows if "output" in classes else self.sizes.output_rows
+            if (staged, output) != (self.sizes.arrival_rows, self.sizes.output_rows):
+                self._replace(name, layout.Sizes(self.config, staged, output))
         self._note("grown")
 
-    def _replace(self, grows: str, sizes: layout.Sizes) -> None:
+    def _replace(self, name: str, sizes: layout.Sizes) -> None:
         before, self.sizes = self.sizes, sizes
-        self._heap.free(self._blocks.pop(grows))
+        self._heap.free(self._blocks.pop(name))
         try:
-            self._allocate_class(grows)
+            self._allocate_block(name)
         except HeapError:
             self.sizes = before
-            self._allocate_class(grows)
+            self._allocate_block(name)
             raise
 
     def retire(self, members: list[int], wait: bool) -> None:

@@ -41,7 +41,7 @@ class Requests:
         """Build the request of `EPAll2AllLayer.dispatch`."""
         try:
             if ending != PLAIN:
-                checks.check_overlap(*ending)
+                checks.check_overlap(self._cfg, *ending)
             if landing is not None:
                 checks.check_landing(self._cfg, landing)
             checks.check_dispatch(self._cfg, self._device, x, ids, weights, scatter)
@@ -132,7 +132,7 @@ class Requests:
         """
         cfg, x = self._cfg, rows.data
         try:
-            checks.check_overlap(*ending)
+            checks.check_overlap(self._cfg, *ending)
             num_rows = checks.check_num_rows(num_rows)
             if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
                 checks.check_rows(cfg, self._device, x, None, rows.scale)
@@ -151,7 +151,7 @@ class Requests:
     def dispatch_compact_again(self, ending: Ending, rows: Rows, desc: EPAllToAllLayoutDesc) -> Request:
         """Build the request of `EPAll2AllLayer.dispatch_compact_again`."""
         try:
-            checks.check_overlap(*ending)
+            checks.check_overlap(self._cfg, *ending)
             checks.check_compact_desc("dispatch_compact_again", self._ctx.layer_id, desc)
             num_tokens = desc.num_dispatch_token_cur_rank
             checks.check_rows(self._cfg, self._device, rows.data, num_tokens, rows.scale)

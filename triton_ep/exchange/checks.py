@@ -290,8 +290,13 @@ def check_topk_values(cfg: EPConfig, device: torch.device, values: torch.Tensor,
     _check_tensor(device, "values", values, (num_rows, cfg.topk), (torch.float32,))
 
 
-def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: object) -> None:
-    """Raise InputError unless these arguments of `dispatch` and `combine` can be combined."""
+def check_overlap(cfg: EPConfig, return_recv_hook: bool, async_finish: bool, previous_event: object) -> None:
+    """Raise InputError unless the layer can run these arguments of `dispatch` and `combine` together."""
+    if return_recv_hook and cfg.shared_staging:
+        raise InputError(
+            "return_recv_hook=True was requested of a layer with shared_staging=True, where a call between the halves "
+            "would overwrite the rows. Make the layer without shared_staging."
+        )
     if return_recv_hook and async_finish:
         raise InputError(
             "return_recv_hook=True and async_finish=True were requested in one call. Choose one; for both halves on a "

@@ -59,7 +59,7 @@ def keeps_arrivals(config: EPConfig) -> bool:
 
 
 def copy_arrivals(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
-    """Copy the staging rows of the latest dispatch; call it before the next dispatch."""
+    """Copy the staging rows of the latest dispatch; call it before its combine, which may overwrite them."""
     copies, ctx = desc.skipped_token_topk_mapping_indices, layer.context
     assert copies is not None, "with local combine"
     rows = ctx.local("stage_x")[: copies.shape[0]].view(torch.bfloat16)

@@ -74,6 +74,7 @@ def estimate_memory(
         enable_local_combine=True,
         payload=payload,
         low_latency=given.low_latency,
+        shared_staging=not given.low_latency,
     )
     sizes = initial_sizes(config)
     experts = config.num_experts_per_rank
