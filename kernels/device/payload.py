@@ -191,9 +191,13 @@ def load_payload(
 
 @triton.jit
 def load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H: tl.constexpr):
-    """Words from `h` on of some rows, [ROWS, BLOCK_H]; zero outside the rows."""
+    """Words from `h` on of some rows, [ROWS, BLOCK_H]; zero outside the rows.
+
+    A row is read once, so it leaves L2 first: rows that have arrived and not been read stay there longer.
+    """
     offs = h + tl.arange(0, BLOCK_H)
-    return tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
+    mask = alive[:, None] & (offs < row_words)[None, :]
+    return tl.load(row_ptrs[:, None] + offs[None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -211,6 +215,12 @@ def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
         at = h * WORD_BYTES // _BLOCK + tl.arange(0, BLOCK_H * WORD_BYTES // _BLOCK)
         mask = alive[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
         return data, tl.load(scale_ptrs[:, None] + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_landed(ptrs, words, mask):
+    """Store words of output rows, which are more than L2 holds: they leave it before rows that have yet to be read."""
+    tl.store(ptrs, words, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit

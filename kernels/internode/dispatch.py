@@ -38,7 +38,17 @@ from ..device.buffers import (
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node, state_at
-from ..device.payload import WORDS, Choices, Source, Tile, Weights, load_payload, store_scales, wire_of
+from ..device.payload import (
+    WORDS,
+    Choices,
+    Source,
+    Tile,
+    Weights,
+    load_payload,
+    load_row_tile,
+    store_scales,
+    wire_of,
+)
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import compact_position
 from ..device.tables import (
@@ -298,7 +308,7 @@ def _push_rows(
     offs = tl.arange(0, BLOCK_H)
     for h in range(0, row_words, BLOCK_H):
         in_row = (h + offs < row_words)[None, :]
-        data = tl.load(row_ptrs[:, None] + h + offs[None, :], mask=alive[:, None] & in_row, other=0)
+        data = load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H)
         for j in tl.static_range(len(dests)):
             used = dests[j] != 0
             if tl.sum(used.to(tl.int32)) > 0:

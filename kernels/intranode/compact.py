@@ -37,6 +37,7 @@ from ..device.payload import (
     fill_rest,
     load_payload,
     staged_rows,
+    store_landed,
     store_scales,
     wire_of,
 )
@@ -78,7 +79,7 @@ def _copy_rows(
     for h in range(0, out.row_words, BLOCK_H):
         words, scales = load_payload(row_ptrs, scale_ptrs, alive, h, out.row_words, PAYLOAD, BLOCK_H)
         dest = out.recv_x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
-        tl.store(dest, words, mask=alive[:, None] & (h + offs < out.row_words)[None, :])
+        store_landed(dest, words, alive[:, None] & (h + offs < out.row_words)[None, :])
         if HAS_SCALES:
             dest = out.recv_scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
             store_scales(dest, alive, scales, h, out.row_words, WORD.primitive_bitwidth // 8)

@@ -48,6 +48,7 @@ from ..device.payload import (
     fill_rest,
     load_payload,
     staged_rows,
+    store_landed,
     store_scales,
     wire_of,
 )
@@ -93,6 +94,7 @@ def dispatch_push_kernel(
     data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)
     local = tl.arange(0, senders.LWP)
+    MOST: tl.constexpr = TOPK if TOPK < senders.LWP else senders.LWP  # ranks of this node that a token goes to
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
     offs = tl.arange(0, tile.BLOCK_H)
@@ -105,7 +107,7 @@ def dispatch_push_kernel(
             alive = token < end
             # Load all addresses first: after the stores of one row, the next load would wait for memory each time.
             addrs = ()
-            for k in tl.static_range(TOPK):
+            for k in tl.static_range(MOST):
                 addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
             for h in range(0, source.row_words, tile.BLOCK_H):
                 in_row = (h + offs < source.row_words)[None, :]
@@ -118,7 +120,7 @@ def dispatch_push_kernel(
                     source.PAYLOAD,
                     tile.BLOCK_H,
                 )
-                for k in tl.static_range(TOPK):
+                for k in tl.static_range(MOST):
                     addr = addrs[k]
                     here = addr != 0
                     if tl.sum(here.to(tl.int32)) > 0:
@@ -159,7 +161,7 @@ def _copy_tiles(
             # Most k have no assignment here: skip computing their addresses.
             if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                 dest = out.recv_x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
-                tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
+                store_landed(dest, words, (dst >= 0)[:, None] & in_row)
                 if LANDING == LANDING_MX:
                     dest = out.recv_scale_ptr + dst.to(tl.int64) * (wire.data_bytes // BLOCK)
                     store_scales(dest, dst >= 0, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
@@ -184,7 +186,7 @@ def _land_tiles(
     source = row_ptrs[:, None, None]
     # Start loading the first tile before anything waits for the scales of the whole row.
     at, in_row = block_words(0, row_words, BLOCKS)
-    words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
+    words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0, eviction_policy="evict_first")
     scales = ()
     for tile in tl.static_range(TILES):
         scales += (load_block_scales(scale_ptrs, here, tile * BLOCK_H, row_words, BLOCKS),)
@@ -196,7 +198,7 @@ def _land_tiles(
     for tile in tl.static_range(TILES):
         if tile > 0:
             at, in_row = block_words(tile * BLOCK_H, row_words, BLOCKS)
-            words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
+            words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0, eviction_policy="evict_first")
         # Convert once for all assignments.
         landed = land_words(words, scales[tile], largest, LANDING)
         for k in tl.static_range(len(copies)):
@@ -204,7 +206,7 @@ def _land_tiles(
             # bfloat16 changes its layout before the stores; without branches it does so once for all k.
             if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                 dest = out.recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
-                tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
+                store_landed(dest, landed, (dst >= 0)[:, None, None] & in_row)
     return largest
 
 
