@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..device.mxfp8 import BLOCK, dequantize_tile, quantize_tile
+from ..device.payload import MX, wire_of
 from ..spec import ep_kernel
 
 _END = tl.constexpr(2**31 - 1)
@@ -45,6 +46,31 @@ def quantize_rows_kernel(
         elements, scale = quantize_tile(x, MODE, E5M2)
         tl.store(elements_ptr + offs, elements, mask=alive[:, None])
         tl.store(scale_ptr + block, scale, mask=alive)
+
+
+@ep_kernel(x_ptr="*{TOKEN}", packed_ptr="*u8", specialised=("row_blocks",))
+def quantize_packed_kernel(
+    x_ptr,  # [num_blocks, 32] bf16, fp16 or fp32, row after row
+    packed_ptr,  # out: rows as they travel (device/payload.py), e4m3 elements, then scales; padding is not written
+    num_blocks,
+    row_blocks,  # blocks of a row
+    MODE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row_bytes = wire_of(row_blocks * BLOCK, tl.uint8, MX).row_bytes
+    # One iteration, unless a budget of multiprocessors limits the grid.
+    for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
+        block = number * BLOCKS + tl.arange(0, BLOCKS)
+        alive = block < num_blocks
+        offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
+        elements, scale = quantize_tile(x, MODE, False)
+        row = block // row_blocks
+        place = block - row * row_blocks
+        start = row.to(tl.int64) * row_bytes
+        dest = packed_ptr + (start + place * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        tl.store(dest, elements.to(tl.uint8, bitcast=True), mask=alive[:, None])
+        tl.store(packed_ptr + start + row_blocks * BLOCK + place, scale, mask=alive)
 
 
 @ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", out_ptr="*{TOKEN}")

@@ -36,34 +36,32 @@ _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
-    """Rows in wire form: with payload="mxfp8" e4m3 and scales by RCEIL, else `x` itself.
+    """Rows to send. With payload="mxfp8" rows of the layer's dtype are quantised by RCEIL and packed as they travel,
+    [T, bytes] uint8; others are `x` itself.
 
-    Large batches quantise on the side stream, concurrently with routing; `fork` joins it.
+    Large batches are quantised on the side stream, concurrently with routing; `fork` joins it.
     """
     if ctx.config.payload is None or x.scale is not None:
         return x
     num_tokens, hidden = x.data.shape
-    out = Rows(
-        torch.empty(num_tokens, hidden, dtype=torch.float8_e4m3fn, device=ctx.device),
-        torch.empty(num_tokens, hidden // BLOCK, dtype=torch.uint8, device=ctx.device),
-    )
+    packed = torch.empty(num_tokens, ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device)
     num_blocks = num_tokens * hidden // BLOCK
     blocks = mx_blocks(num_blocks)
     launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
     launcher.launch(
         quantizing_programs(ctx.config, launcher, -(-num_blocks // blocks)),
         x_ptr=x.data,
-        elements_ptr=out.data,
-        scale_ptr=out.scale,
+        packed_ptr=packed,
         num_blocks=num_blocks,
+        row_blocks=hidden // BLOCK,
         stream=ctx.fork() if overlaps(ctx.config, ctx.device) else None,
     )
-    return out
+    return Rows(packed)
 
 
-def _source(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Arguments of the sending kernels for `rows`: data in words, scales, words per row, payload."""
-    row_bytes = fmt.hidden * rows.data.element_size()
+    row_bytes = rows.data.shape[1] * rows.data.element_size()
     words = as_words(rows.data, row_bytes)
     row_words = row_bytes // words.element_size()
     if rows.scale is None:
@@ -74,7 +72,7 @@ def _source(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows) -> tuple[to
 def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it; release after each step."""
     cfg = ctx.config
-    words, scale, row_words, payload = _source(ctx, fmt, x)
+    words, scale, row_words, payload = _source(ctx, x)
     ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
         x_ptr=words,
@@ -99,7 +97,7 @@ def send(
     aside: from `fork_network`, so that rows cross nodes while others are pushed within this one.
     """
     cfg, weights = ctx.config, routing.weights
-    words, scale, row_words, payload = _source(ctx, fmt, x)
+    words, scale, row_words, payload = _source(ctx, x)
     kind = (payload, row_words, weights is not None)
     ctx.launcher(("send", *kind), exchange.send, *kind, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),

@@ -77,23 +77,27 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
 
 
 def quantize(s: Shape, num_blocks: int) -> Plan:
-    """Quantise rows to MXFP8 before they are sent; `num_blocks` blocks of 32."""
-    blocks = mx_blocks(num_blocks, s.interpreted)
-    return Plan("quantize_rows_kernel", {"MODE": MODE_RCEIL, "E5M2": False, "BLOCKS": blocks})
+    """Quantise rows to MXFP8 as they travel; `num_blocks` blocks of 32."""
+    return Plan("quantize_packed_kernel", {"MODE": MODE_RCEIL, "BLOCKS": mx_blocks(num_blocks, s.interpreted)})
 
 
 def push(s: Shape, payload: int, row_words: int) -> Plan:
     """Push rows to the ranks of this node."""
+    # Each rank that a token may go to takes registers for an address, and so do pointers to scales.
+    most = min(s.topk, s.local_world_size)
+    if payload == WORDS:
+        elements = 4096 if s.payload is None or most <= 2 else 2048
+    else:
+        elements = 2048 if most <= 4 else 1024
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
         "STEP_CHUNKS": step_chunks(s.interpreted),
         **s.common("TOPK", "LWP", "SENDERS"),
-        **s.tile(row_words, 4096 if payload == WORDS else 2048),
+        **s.tile(row_words, elements),
     }
     rows, options = s.chosen("push")
-    # Pointers to scales take registers as well.
-    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": _PUSH_REGISTERS} | options
+    options = {"num_warps": 16 if s.payload is None else 8, "maxnreg": _PUSH_REGISTERS} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 

@@ -151,16 +151,22 @@ def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int]
 
 
 def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[KernelRequest]:
-    payload = WORDS if s.payload is None else MX
+    """quantize: MXFP8 rows may be given in the layer's dtype; otherwise they come with their scales."""
+    sent = [] if s.payload is not None and not quantize else [(WORDS, s.wire_bytes)]
+    if s.payload is not None:
+        if quantize:
+            row_blocks = {"row_blocks": s.hidden // 32}
+            yield KernelRequest.of(exchange.quantize(s, 1), {"x_ptr": f"*{s.token}"}, row_blocks)
+        if uses.quantized or not quantize:
+            sent.append((MX, s.hidden))
+    for payload, row_bytes in sent:
+        types, numbers, row_words = _words(row_bytes, "x_ptr")
+        yield KernelRequest.of(exchange.push(s, payload, row_words), types, numbers)
+        for weights in uses.weights if s.num_nodes > 1 else ():
+            yield KernelRequest.of(exchange.send(s, payload, row_words, weights), types, numbers)
     row_bytes = s.payload_bytes if s.payload is None else s.hidden
-    if payload == MX and quantize:
-        types = {"x_ptr": f"*{s.token}", "elements_ptr": "*fp8e4nv"}
-        yield KernelRequest.of(exchange.quantize(s, 1), types)
-    types, numbers, row_words = _words(row_bytes, "x_ptr")
-    yield KernelRequest.of(exchange.push(s, payload, row_words), types, numbers)
     for weights in uses.weights:
         if s.num_nodes > 1:
-            yield KernelRequest.of(exchange.send(s, payload, row_words, weights), types, numbers)
             wire_types, wire_numbers, wire_words = _words(s.wire_bytes, "word_ptr")
             for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
                 yield KernelRequest.of(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
