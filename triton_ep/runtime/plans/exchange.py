@@ -85,19 +85,20 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     """Push rows to the ranks of this node."""
     # Each rank that a token may go to takes registers for an address, and so do pointers to scales.
     most = min(s.topk, s.local_world_size)
-    if payload == WORDS:
-        elements = 4096 if s.payload is None or most <= 2 else 2048
-    else:
-        elements = 2048 if most <= 4 else 1024
+    tile = s.tile(row_words, 4096 if payload == WORDS else 2048 if most <= 4 else 1024)
+    short = s.payload is not None  # fewer warps move as many short rows, and leave room for programs that lay them out
+    registers = _PUSH_REGISTERS
+    if payload == WORDS and short and not s.interpreted:
+        tile["ROWS"], registers = min(tile["ROWS"], 4), 64 if most <= 2 else 80
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
         "STEP_CHUNKS": step_chunks(s.interpreted),
         **s.common("TOPK", "LWP", "SENDERS"),
-        **s.tile(row_words, elements),
+        **tile,
     }
     rows, options = s.chosen("push")
-    options = {"num_warps": 16 if s.payload is None else 8, "maxnreg": _PUSH_REGISTERS} | options
+    options = {"num_warps": 8 if short else 16, "maxnreg": registers} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 
