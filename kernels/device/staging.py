@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
+from .buffers import DONE_FLAG, EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
 from .calls import CALLS_COMBINE, report_calls
-from .job import first_local, is_local, local_rank, state_at
+from .job import first_local, has_other_nodes, is_local, local_rank, state_at
+from .post import post_flag
 from .tables import PARTS, STEPS, parts_staged
-from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, release_flags, wait_tagged
+from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, last_to_arrive, release_flags, wait_tagged
 
 
 class Stagers(NamedTuple):
@@ -43,13 +44,17 @@ class Staged(NamedTuple):
 
 
 @triton.jit
-def release_staged(job, steps, tag, stagers):
-    """Raise staged_flag[my local rank, this program] on every rank of my node: `steps` steps are staged."""
+def release_staged(job, before, steps, tag, stagers):
+    """Raise staged_flag[my local rank, this program] on every rank of my node: `steps` steps are staged.
+
+    before: `staged_steps`, loaded before the first release. A rank without tokens may have ended the combine, and
+    counted it, before its own rows are all staged.
+    """
     local = tl.arange(0, stagers.LWP)
     mask = is_local(job, local)
     flag_ptrs = buffer_ptrs(job, STAGED_FLAG, first_local(job) + local, mask, tl.int64)
     flag_ptrs += local_rank(job) * stagers.MAX_PROGRAMS + tl.program_id(0)
-    value = (staged_steps(job) + steps) << TAG_BITS | tag
+    value = (before + steps) << TAG_BITS | tag
     release_flags(flag_ptrs, mask, tl.zeros([stagers.LWP], tl.int64) + value)
 
 
@@ -96,6 +101,21 @@ def tags_of_rows(seen, used, before, ROWS: tl.constexpr):
     """[ROWS] the tag in each row of tagged flags; -1 if no flag of the row counts more than `before`."""
     tags = tl.where(used & ((seen >> TAG_BITS) > before), seen & TAGS, -1)
     return tl.max(tl.reshape(tags, [ROWS, seen.numel // ROWS]), axis=1)
+
+
+@triton.jit
+def end_combine(job, network, LWP: tl.constexpr):
+    """End a combine: every program calls it when it has read its last staged row. The last one counts the combine and
+    posts done_flag to every rank.
+
+    With several nodes the kernels that pull and that send partial sums have as many programs, and run in any order.
+    """
+    kernels = tl.where(has_other_nodes(job), 2, 1)
+    if last_to_arrive(job, kernels * tl.num_programs(0)):
+        epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
+        tl.debug_barrier()
+        tl.store(state_at(job, EPOCH_COMBINE), epoch)
+        post_flag(job, epoch, DONE_FLAG, False, network.NETWORK, LWP)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ Layout        partial_send, partial_recv [N, max_tokens, stride] of the partial 
               then by the token's slot; partial_flag [N, MAX_CHUNKS] int64.
 Memory order  3: put-with-signal orders data before flag; acquired in step 4 of intranode/combine.py.
 Progress      Waits only for the stage or reduce kernels of this node, which precede every wait for partial sums. It may
-              run concurrently with this rank's own reduce, if that is launched first and both fit on the GPU.
+              run concurrently with this rank's own reduce and pull, if reduce is launched first, then this kernel, and
+              all three fit on the GPU.
 Replay        partial_recv is free again when its owner has posted done_flag (intranode/combine.py, step 5).
 """
 
@@ -24,7 +25,7 @@ from ..device.job import Job, num_nodes, other_node, state_at
 from ..device.payload import SumTile
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import Held, PulledRows, bases_of_node, pull_sum
-from ..device.staging import Staged, report_staged, wait_staged
+from ..device.staging import Staged, end_combine, report_staged, wait_staged
 from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
 from ..spec import ep_kernel
@@ -97,3 +98,4 @@ def combine_partial_kernel(
                     network,
                     tile.BLOCK_H,
                 )
+    end_combine(job, network, staged.LWP)

@@ -13,13 +13,14 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               tokens need them (with several nodes for all, and for the partial sums that other nodes send of these
               tokens: internode/combine.py). Then start from the token's biases or zero, add its rows in k order, in
               float32, and round once
-              5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
+              5 the last program of the pull, with several nodes of pull and partial, posts done_flag = epoch to every
+              rank (device/staging.py)
 Layout        combine_x [capacity, H]: by output row (stage) or by staging row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
               the layer was created, STEPS per combine, above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. Rows that 4 copies ahead are of the step
-              that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls of its
-              rank: the program that posts has acquired the arrival of the others.
+              that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls and
+              partial sums of its rank: the program that posts has acquired the arrival of the others.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
               rank's own reduce, if that is launched first and both fit on the GPU.
@@ -57,9 +58,19 @@ from ..device.job import (
     state_at,
 )
 from ..device.payload import SumTile, Tile
-from ..device.post import Network, post_flag
+from ..device.post import Network
 from ..device.pull import Held, PulledRows, bases_of_node, fewer, power_of_2, pull_sum
-from ..device.staging import Staged, Stagers, release_staged, report_staged, staged_part, tags_of_rows, wait_staged
+from ..device.staging import (
+    Staged,
+    Stagers,
+    end_combine,
+    release_staged,
+    report_staged,
+    staged_part,
+    staged_steps,
+    tags_of_rows,
+    wait_staged,
+)
 from ..device.tables import (
     DST_ROW,
     OWNER,
@@ -87,7 +98,6 @@ from ..device.tables import (
 from ..device.waits import (
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
-    last_to_arrive,
     wait_flags,
     wait_tagged,
 )
@@ -176,7 +186,7 @@ def combine_publish_kernel(
 ):
     tag = combine_tag(job, combine)
     if tl.load(state_at(job, STATUS)) == 0:
-        release_staged(job, STEPS, tag, stagers)
+        release_staged(job, staged_steps(job), STEPS, tag, stagers)
 
 
 @ep_kernel(y_ptr="*{WORD}", weights_ptr="*fp32", specialised=("row_words",), num_warps=16)
@@ -204,7 +214,7 @@ def combine_stage_kernel(
             if rows.HAS_WEIGHTS:
                 weights = tl.load(rows.weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        release_staged(job, STEPS, tag, stagers)
+        release_staged(job, staged_steps(job), STEPS, tag, stagers)
 
 
 @triton.jit
@@ -352,6 +362,7 @@ def combine_reduce_kernel(
     tile: SumTile,
 ):
     tag = combine_tag(job, combine)
+    before = staged_steps(job)
     if _wait_free(job, WP):
         combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
@@ -379,7 +390,7 @@ def combine_reduce_kernel(
                     for place in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
                         _reduce_item(rows, copies, combine_ptr, begin, end, place, hidden, tile)
                     tiles_before += tiles
-            release_staged(job, reached, tag, stagers)
+            release_staged(job, before, reached, tag, stagers)
 
 
 @triton.jit
@@ -543,8 +554,4 @@ def combine_pull_kernel(
         report_staged(job, staged, tag)
         if NNP > 1:
             _report_partials(job, combine.placement_ptr, tag, NNP, network)
-    if last_to_arrive(job, tl.num_programs(0)):
-        epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
-        tl.debug_barrier()
-        tl.store(state_at(job, EPOCH_COMBINE), epoch)
-        post_flag(job, epoch, DONE_FLAG, False, network.NETWORK, staged.LWP)
+    end_combine(job, network, staged.LWP)

@@ -100,6 +100,33 @@ def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_co
     run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, payload)
 
 
+# --- ranks that are done early ---------------------------------------------------------------------------------
+
+
+def _done_early(rank, nodes, ranks_per_node, tokens, hidden, experts):
+    """Ranks with an odd number have no tokens, so they pull nothing while they still sum rows for the others."""
+    world, device = nodes * ranks_per_node, current_heap().device
+    options = {"num_sm": 20, "enable_local_combine": True, "shared_staging": True}
+    with _layer(rank, nodes, ranks_per_node, tokens, hidden, experts * world, **options) as layer:
+        for call in range(6):
+            count = 0 if rank % 2 else tokens - 3 * rank
+            token = torch.arange(count, device=device).unsqueeze(1)
+            # Other integers in each call, of which eight sum exactly.
+            x = (1 + (7 * token + 3 * torch.arange(hidden, device=device) + 5 * call + rank) % 4).bfloat16()
+            idx = uniform_idx(rank, count, TOPK, experts * world, call).to(device)
+            recv_x, _, desc = layer.dispatch(x, idx)
+            assert torch.equal(layer.combine(recv_x, desc), TOPK * x), f"call {call}"
+        layer.check()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_ranks_without_tokens_sum_rows_for_the_others(run_ranks, backend, nodes, ranks_per_node):
+    """On GPUs, sums are pulled while later ones are computed, on every rank at its own time."""
+    sizes = (4096, 2048, 16) if backend != "host" else (20, 64, 8)
+    run_ranks(_done_early, nodes, ranks_per_node, *sizes)
+
+
 # --- more than 2**31 elements --------------------------------------------------------------------------------
 
 

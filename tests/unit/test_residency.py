@@ -197,6 +197,35 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert [tuning.overlaps(replace(config, sm_budget=n), device) for n in (1, 2)] == [False, True]
 
 
+def test_two_kernels_between_nodes_leave_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between nodes twice as many programs communicate, if that leaves half of the GPU; those that wait are fewer."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    device = torch.device("cpu")
+    nodes = EPConfig(4096, 7168, 8, 256, 0, 4, 2, num_sm=32)
+    one_node, few = replace(nodes, local_world_size=4), replace(nodes, max_tokens=512)
+    many, budgeted = replace(nodes, num_sm=34), replace(nodes, sm_budget=64)
+    for config, aside in ((nodes, True), (one_node, False), (few, False), (many, False), (budgeted, False)):
+        assert tuning.sends_aside(config, device) == aside
+        assert tuning.sending_programs(config, device) == config.num_sm * (1 + aside)
+    whole = Program(16, 128)
+    combining = tuning.combining_programs(nodes, device, whole, whole, True)
+    assert combining == (H200 - 2 * 32, 32, True)
+    expanding = Expanding(H200, tuning.sending_programs(nodes, device), None, False, True)
+    assert expanding.programs(whole, (PUSH, SEND, FORWARD)) == H200 - 2 * 32
+
+
+def test_programs_between_nodes_do_the_work_of_four() -> None:
+    """Fewer programs lay rows out there, each with four times the rows, and still fit on a multiprocessor."""
+    one_node = Shape(4096, 7168, 8, 256, 4, 4, payload="mxfp8")
+    for landing, words in ((0, 1792), (1, 896), (2, 1792), (3, 1792)):
+        plans = [exchange.expand(replace(one_node, local_world_size=n), landing, True, True, words) for n in (4, 2)]
+        assert plans[1].constexprs["ROWS"] == 4 * plans[0].constexprs["ROWS"]
+        assert per_multiprocessor(Program.declared(plans[1], 1)) >= 1
+        budgeted = replace(one_node, local_world_size=2, budgeted=True)
+        assert exchange.expand(budgeted, landing, True, True, words).num_warps == plans[0].num_warps
+
+
 @pytest.mark.parametrize("warps", [1, 4, 8, 16, 32])
 def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
     """Tuned warps have limited registers, so that a push still takes at most half a multiprocessor."""
