@@ -14,7 +14,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
 from triton_ep.ops.dispatch import fork_network
-from triton_ep.ops.tuning import Combining, as_words, combining_programs, sends_aside
+from triton_ep.ops.tuning import as_words, combining_programs, sends_aside
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
@@ -159,20 +159,24 @@ def _plan(
     grids = fmt.grids.get(kind)
     if grids is None:
         grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
-    publishing, pulling, overlapped = grids
-    # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
-    turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
-    return _Plan(publishing, pulling, turns if ctx.config.is_intra_node else 2, turns, overlapped, call)
+    return _Plan(*grids, call)
 
 
-def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Combining:
-    """Grids of a combine of such rows; copies: most rows per token to sum before publishing, 0: publish rows as is."""
+def _grids(
+    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool
+) -> tuple[int, int, int, int, bool]:
+    """The `_Plan` of a combine of such rows, without its call; copies: most rows per token to sum before publishing, 0:
+    publish rows as is."""
     if copies:
         publisher = _reducer(ctx, fmt, has_weights, copies, gathered)
     else:  # another kernel publishes rows that are in place already, with as many programs
         publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
     puller = _puller(ctx, fmt, has_weights, copies > 0)
-    return combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
+    programs = combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
+    publishing, pulling, overlapped = programs
+    # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
+    turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
+    return publishing, pulling, turns if ctx.config.is_intra_node else 2, turns, overlapped
 
 
 def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Launcher:
