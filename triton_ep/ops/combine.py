@@ -156,7 +156,7 @@ def _plan(
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
     kind = (has_weights, copies, gathered)
-    grids = fmt.grids.get(kind)
+    grids: tuple[int, int, int, int, bool] | None = fmt.grids.get(kind)
     if grids is None:
         grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
     return _Plan(*grids, call)
