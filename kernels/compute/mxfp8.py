@@ -19,11 +19,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mxfp8 import BLOCK, dequantize_tile, quantize_tile
+from ..device.mxfp8 import BLOCK, MODE_RCEIL, dequantize_tile, quantize_tile
 from ..device.payload import MX, wire_of
 from ..spec import ep_kernel
 
 _END = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _quantize_blocks(x_ptr, block, alive, MODE: tl.constexpr, E5M2: tl.constexpr):
+    """Elements [BLOCKS, 32] and scale bytes [BLOCKS] of the blocks with these numbers, of x [num_blocks, 32]."""
+    # int64: 2**31 elements are 300k rows of H = 7168.
+    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
+    return quantize_tile(x, MODE, E5M2)
 
 
 @ep_kernel(x_ptr="*{TOKEN}", elements_ptr="*{ELEMENT}", scale_ptr="*u8")
@@ -40,10 +49,8 @@ def quantize_rows_kernel(
     for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
         block = number * BLOCKS + tl.arange(0, BLOCKS)
         alive = block < num_blocks
-        # int64: 2**31 elements are 300k rows of H = 7168.
+        elements, scale = _quantize_blocks(x_ptr, block, alive, MODE, E5M2)
         offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
-        elements, scale = quantize_tile(x, MODE, E5M2)
         tl.store(elements_ptr + offs, elements, mask=alive[:, None])
         tl.store(scale_ptr + block, scale, mask=alive)
 
@@ -54,7 +61,6 @@ def quantize_packed_kernel(
     packed_ptr,  # out: rows as they travel (device/payload.py), e4m3 elements, then scales; padding is not written
     num_blocks,
     row_blocks,  # blocks of a row
-    MODE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     row_bytes = wire_of(row_blocks * BLOCK, tl.uint8, MX).row_bytes
@@ -62,9 +68,7 @@ def quantize_packed_kernel(
     for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
         block = number * BLOCKS + tl.arange(0, BLOCKS)
         alive = block < num_blocks
-        offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
-        elements, scale = quantize_tile(x, MODE, False)
+        elements, scale = _quantize_blocks(x_ptr, block, alive, MODE_RCEIL, False)
         row = block // row_blocks
         place = block - row * row_blocks
         start = row.to(tl.int64) * row_bytes

@@ -14,7 +14,8 @@ Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into n
 Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
               a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
 Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program and step.
-Progress      Send waits for nobody. Forward waits for other ranks' sends, which precede their waits.
+Progress      Send waits for nobody. Forward waits for other ranks' sends, which precede their waits. Send may run
+              concurrently with this rank's own push and forward, if it is launched first and all fit on the GPU.
 Replay        net_send is free when the put returns; net_recv is free again when this rank posts its next
               splits row, after its forward kernel (internode/splits.py).
 """

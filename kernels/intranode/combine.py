@@ -23,7 +23,8 @@ Memory order  3 is a system-scope release per program and step, acquired in 4. R
               partial sums of its rank: the program that posts has acquired the arrival of the others.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
-              rank's own reduce, if that is launched first and both fit on the GPU.
+              rank's own reduce, and with several nodes with its own partial sums, if those are launched first and all
+              fit on the GPU.
 Replay        Epochs: the device counter holds the number n of the last finished combine; this one is n + 1.
 """
 

@@ -52,6 +52,7 @@ from ..device.payload import (
     store_scales,
     wire_of,
 )
+from ..device.pull import fewer
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
 from ..spec import ep_kernel
 
@@ -94,7 +95,7 @@ def dispatch_push_kernel(
     data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)
     local = tl.arange(0, senders.LWP)
-    MOST: tl.constexpr = TOPK if TOPK < senders.LWP else senders.LWP  # ranks of this node that a token goes to
+    MOST: tl.constexpr = fewer(TOPK, senders.LWP)  # ranks of this node that a token goes to
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
     offs = tl.arange(0, tile.BLOCK_H)

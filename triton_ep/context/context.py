@@ -221,7 +221,7 @@ class DispatchCombineContext:
         wanted = self.memory.wanted_sizes(arrival_rows, output_rows)
         if wanted is self.sizes:
             return False
-        if wanted.output_rows > self.sizes.output_rows or self.config.shared_staging:
+        if wanted.output_rows > self.sizes.output_rows:
             self.calls.check_growth(wanted.output_rows)
         try:
             with self._together():

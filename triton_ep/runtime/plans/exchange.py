@@ -14,7 +14,6 @@ from triton_ep.kernels.device.codes import (
     LANDING_MX,
     LANDING_ROW,
     LANDING_WORDS,
-    MODE_RCEIL,
     NODE_BARRIER_FLAG,
     WORDS,
 )
@@ -78,7 +77,7 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
 
 def quantize(s: Shape, num_blocks: int) -> Plan:
     """Quantise rows to MXFP8 as they travel; `num_blocks` blocks of 32."""
-    return Plan("quantize_packed_kernel", {"MODE": MODE_RCEIL, "BLOCKS": mx_blocks(num_blocks, s.interpreted)})
+    return Plan("quantize_packed_kernel", {"BLOCKS": mx_blocks(num_blocks, s.interpreted)})
 
 
 def push(s: Shape, payload: int, row_words: int) -> Plan:
@@ -89,7 +88,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     short = s.payload is not None  # fewer warps move as many short rows, and leave room for programs that lay them out
     registers = _PUSH_REGISTERS
     if payload == WORDS and short and not s.interpreted:
-        tile["ROWS"], registers = min(tile["ROWS"], 4), 64 if most <= 2 else 80
+        tile["ROWS"], registers = min(tile["ROWS"], 4), _PUSH_REGISTERS if most <= 2 else 80
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
@@ -140,18 +139,18 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         "KEEP_COPY_ROWS": keep_copies,
         **s.common("TOPK", "KP", "SENDERS"),
     }
+    rows, chosen = s.chosen("expand")
     if landing in (LANDING_ROW, LANDING_BF16):
         # More of such short rows would spill registers; tuned tiles are for rows in wire form.
-        tile, options = s.tile(row_words, 2048), EXPANDING
+        tile, options, rows = s.tile(row_words, 2048), EXPANDING, {}
         most = 4 if landing == LANDING_ROW else 2
         tile["ROWS"] = tile["ROWS"] if s.interpreted else min(tile["ROWS"], most)
     else:
-        rows, options = s.chosen("expand")
-        tile, options = s.tile(row_words, 1024) | rows, EXPANDING | options
+        tile, options = s.tile(row_words, 1024) | rows, EXPANDING | chosen
         if landing == LANDING_WORDS and not rows:  # tiles of 8 KB leave room for six programs per multiprocessor
             tile["BLOCK_H"] = min(tile["BLOCK_H"], 2048 if s.interpreted else 1024)
             options = EXPANDING | {"maxnreg": 80}
-    if not s.chosen("expand")[0]:
+    if not rows:  # tuned tiles stay as they are
         tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
     constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
