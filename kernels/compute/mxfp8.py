@@ -19,20 +19,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mxfp8 import BLOCK, MODE_RCEIL, dequantize_tile, quantize_tile
-from ..device.payload import MX, wire_of
+from ..device.mxfp8 import BLOCK, dequantize_tile, quantize_tile
 from ..spec import ep_kernel
 
 _END = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _quantize_blocks(x_ptr, block, alive, MODE: tl.constexpr, E5M2: tl.constexpr):
-    """Elements [BLOCKS, 32] and scale bytes [BLOCKS] of the blocks with these numbers, of x [num_blocks, 32]."""
-    # int64: 2**31 elements are 300k rows of H = 7168.
-    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
-    return quantize_tile(x, MODE, E5M2)
 
 
 @ep_kernel(x_ptr="*{TOKEN}", elements_ptr="*{ELEMENT}", scale_ptr="*u8")
@@ -45,36 +35,14 @@ def quantize_rows_kernel(
     E5M2: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    # One iteration, unless a budget of multiprocessors limits the grid.
-    for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
-        block = number * BLOCKS + tl.arange(0, BLOCKS)
-        alive = block < num_blocks
-        elements, scale = _quantize_blocks(x_ptr, block, alive, MODE, E5M2)
-        offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(elements_ptr + offs, elements, mask=alive[:, None])
-        tl.store(scale_ptr + block, scale, mask=alive)
-
-
-@ep_kernel(x_ptr="*{TOKEN}", packed_ptr="*u8", specialised=("row_blocks",))
-def quantize_packed_kernel(
-    x_ptr,  # [num_blocks, 32] bf16, fp16 or fp32, row after row
-    packed_ptr,  # out: rows as they travel (device/payload.py), e4m3 elements, then scales; padding is not written
-    num_blocks,
-    row_blocks,  # blocks of a row
-    BLOCKS: tl.constexpr,
-):
-    row_bytes = wire_of(row_blocks * BLOCK, tl.uint8, MX).row_bytes
-    # One iteration, unless a budget of multiprocessors limits the grid.
-    for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
-        block = number * BLOCKS + tl.arange(0, BLOCKS)
-        alive = block < num_blocks
-        elements, scale = _quantize_blocks(x_ptr, block, alive, MODE_RCEIL, False)
-        row = block // row_blocks
-        place = block - row * row_blocks
-        start = row.to(tl.int64) * row_bytes
-        dest = packed_ptr + (start + place * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-        tl.store(dest, elements.to(tl.uint8, bitcast=True), mask=alive[:, None])
-        tl.store(packed_ptr + start + row_blocks * BLOCK + place, scale, mask=alive)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    alive = block < num_blocks
+    # int64: 2**31 elements are 300k rows of H = 7168.
+    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0)
+    elements, scale = quantize_tile(x.to(tl.float32), MODE, E5M2)
+    tl.store(elements_ptr + offs, elements, mask=alive[:, None])
+    tl.store(scale_ptr + block, scale, mask=alive)
 
 
 @ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", out_ptr="*{TOKEN}")

@@ -108,6 +108,26 @@ class Source(NamedTuple):
     PAYLOAD: tl.constexpr
 
 
+class Packing(NamedTuple):
+    """Rows of this rank that are quantised before they are sent.
+
+    Attributes:
+        unpacked_ptr: [num_blocks, 32] bf16, fp16 or fp32, row after row.
+        packed_ptr: out: rows as they travel, e4m3 elements, then scales; padding is not written.
+        num_blocks: blocks of all rows.
+        row_blocks: blocks of a row.
+        first_packing: the first program that quantises; those before it have other work.
+        PACKED_BLOCKS: blocks that a program quantises at a time; 0: rows are sent as they are.
+    """
+
+    unpacked_ptr: Any
+    packed_ptr: Any
+    num_blocks: Any
+    row_blocks: Any
+    first_packing: Any
+    PACKED_BLOCKS: tl.constexpr
+
+
 class Wire(NamedTuple):
     """Sizes of a row on the wire, int64.
 
@@ -215,6 +235,32 @@ def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
         at = h * WORD_BYTES // _BLOCK + tl.arange(0, BLOCK_H * WORD_BYTES // _BLOCK)
         mask = alive[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
         return data, tl.load(scale_ptrs[:, None] + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def pack_rows(
+    packing,  # Packing
+):
+    """Quantise this program's share of the rows to MXFP8, and pack them as they travel."""
+    BLOCKS: tl.constexpr = packing.PACKED_BLOCKS
+    row_blocks = packing.row_blocks
+    row_bytes = wire_of(row_blocks * _BLOCK, tl.uint8, MX).row_bytes
+    column = tl.arange(0, _BLOCK)[None, :]
+    first = tl.program_id(0) - packing.first_packing
+    # One iteration, unless a budget of multiprocessors limits the grid.
+    for number in range(first, tl.cdiv(packing.num_blocks, BLOCKS), tl.num_programs(0) - packing.first_packing):
+        block = number * BLOCKS + tl.arange(0, BLOCKS)
+        alive = block < packing.num_blocks
+        # int64: 2**31 elements are 300k rows of H = 7168.
+        source = packing.unpacked_ptr + block.to(tl.int64)[:, None] * _BLOCK + column
+        x = tl.load(source, mask=alive[:, None], other=0.0).to(tl.float32)
+        elements, scale = quantize_tile(x, MODE_RCEIL, False)
+        row = block // row_blocks
+        place = block - row * row_blocks
+        start = row.to(tl.int64) * row_bytes
+        dest = packing.packed_ptr + (start + place * _BLOCK)[:, None] + column
+        tl.store(dest, elements.to(tl.uint8, bitcast=True), mask=alive[:, None])
+        tl.store(packing.packed_ptr + start + row_blocks * _BLOCK + place, scale, mask=alive)
 
 
 @triton.jit

@@ -2,9 +2,10 @@
 node, and derives where every segment of rows starts.
 
 Protocol      0 count: the first programs, one for each chunk of tokens (compute/routing.py)
-              1 scan: the other programs wait until all chunks are counted, then compute an exclusive prefix of the
+              1 scan: the next programs wait until all chunks are counted, then compute an exclusive prefix of the
               counts over this rank's chunks; the totals are its splits row. The last of these programs to finish
-              goes on alone:
+              goes on alone, while the programs of the highest numbers quantise the rows to send, if that is needed
+              (device/payload.py):
               2 advance this rank's dispatch epoch
               3 post my splits row, then my flag = epoch, to every rank (device/post.py)
               4 wait until the flag of every rank is at least the epoch
@@ -18,6 +19,7 @@ Memory order  A program of step 0 adds itself to a counter by a release, after a
               acquire it. These programs count themselves done by acquire-release adds, so the last one sees the
               totals of all. The flag is released after the row; step 4 acquires it.
 Progress      Programs of step 0 wait for nobody, and have lower numbers than programs of step 1, which wait for them.
+              Programs that quantise come last: many and short, they would keep those of step 1 from starting.
               One program waits for other ranks; it posts before.
 Replay        The epoch lives on the device and only grows; the last program resets both counts of programs. A
               rank that has passed step 4 knows that every rank has finished its previous call (its kernels precede
@@ -35,6 +37,7 @@ from ..device.buffers import EPOCH_DISPATCH, PROGRAMS_COUNTED, SPLITS, SPLITS_FL
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.host_read import HostRead, must_hold, tell_host
 from ..device.job import Job, is_local_expert, is_rank, local_rank, my_node, node_of, state_at
+from ..device.payload import Packing, pack_rows
 from ..device.post import Row, post_to_all
 from ..device.tables import (
     BAD_ENTRY,
@@ -309,6 +312,8 @@ class Sizes(NamedTuple):
     bad_scatter_ptr="*i32",
     routed_ptr="*i32",
     told_ptr="*i64",
+    unpacked_ptr="*{TOKEN}",
+    packed_ptr="*u8",
     num_warps=8,
     maxnreg=128,  # two programs that count fit on a multiprocessor
 )
@@ -321,9 +326,14 @@ def splits_kernel(
     first_waiting,  # number of programs that count one chunk each; they come first
     segments: Segments,
     read: HostRead,
+    packing: Packing,
     NETWORK: tl.constexpr,
     sizes: Sizes,
 ):
+    if packing.PACKED_BLOCKS > 0:
+        if tl.program_id(0) >= packing.first_packing:
+            pack_rows(packing)
+            return
     num_chunks = first_waiting
     if tl.program_id(0) < num_chunks:
         count_chunk(job, counting, entries, num_chunks)
@@ -345,7 +355,7 @@ def splits_kernel(
             host_word += tl.load(call.bad_scatter_ptr)
         tokens = call.reported_tokens
         _fill_tail(job, chunks_ptr, row_ptr, num_chunks, tokens, host_word, sizes.BLOCK_N)
-    if last_to_arrive(job, tl.num_programs(0) - num_chunks):
+    if last_to_arrive(job, packing.first_packing - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
         # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
         _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)

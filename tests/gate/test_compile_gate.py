@@ -172,9 +172,7 @@ def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(res
     _report(
         f"{_name(facts)} takes {facts['shared_bytes']} bytes of shared memory, {_counted(facts)} are counted"
         for facts in results
-        if facts["kernel"].startswith(
-            ("dispatch_", "combine_", "internode_", "compact_", "quantize_packed", "low_latency_")
-        )
+        if facts["kernel"].startswith(("dispatch_", "combine_", "internode_", "compact_", "splits_", "low_latency_"))
         and facts["shared_bytes"] > _counted(facts)
     )
 

@@ -192,8 +192,9 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.combining_programs(config, device, third, third, True) == (54, 18, True)
     assert tuning.combining_programs(plain, device, whole, whole, True) == (112, 20, True)
     assert tuning.combining_programs(plain, device, whole, whole, False) == (128, 20, False)
-    quantize = cast(Any, _Launched(Program(4, 40)))
-    assert [tuning.quantizing_programs(each, quantize, 7168) for each in (plain, config)] == [7168, 12 * 24]
+    splits = cast(Any, _Launched(Program(8, 128)))
+    assert [tuning.packing_programs(each, splits, 3584) for each in (plain, config)] == [3584, 2 * 24]
+    assert tuning.packing_programs(config, splits, 0) == 0, "rows that are sent as they are need no program"
     assert [tuning.overlaps(replace(config, sm_budget=n), device) for n in (1, 2)] == [False, True]
 
 

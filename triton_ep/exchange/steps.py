@@ -65,8 +65,8 @@ def dispatch(
         checks.check_not_captured(ctx.is_capturing)
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
-    rows = dispatch_ops.quantize(ctx, request.rows)
-    routing, placement = preprocess(ctx, request, landing, reads)
+    rows = dispatch_ops.to_send(ctx, request.rows)
+    routing, placement = preprocess(ctx, request, rows, landing, reads)
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
@@ -124,7 +124,7 @@ class Flight(Generic[Received]):
         """
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter)
-        side = dispatch_ops.fork(ctx, rows is not self.request.rows, self.split)
+        side = dispatch_ops.fork(ctx, self.split)
         network = None
         if not ctx.config.is_intra_node:
             network = dispatch_ops.fork_network(ctx, self.split)
@@ -213,11 +213,13 @@ class Flight(Generic[Received]):
 
 
 def preprocess(
-    ctx: DispatchCombineContext, request: Request, landing: Landing[Received], reads: bool
+    ctx: DispatchCombineContext, request: Request, rows: Rows, landing: Landing[Received], reads: bool
 ) -> tuple[routing_ops.Routing, torch.Tensor]:
-    """Count entries, assign slots, and exchange the counts of all ranks. Returns the routing and the `placement`.
+    """Count entries, assign slots, and exchange the counts of all ranks; quantise the rows to send meanwhile. Returns
+    the routing and the `placement`.
 
-    reads: the host will read the placement. The specification of `EPAll2AllLayer` names this step.
+    rows: from `to_send`. reads: the host will read the placement. The specification of `EPAll2AllLayer` names this
+    step.
     """
     ids, bad_scatter = request.ids, None
     if request.scatter is not None and isinstance(ids, torch.Tensor):
@@ -231,8 +233,9 @@ def preprocess(
     word = _host_word(ctx, request, landing.deduplicated, routing.weights is not None)
     routed = None if request.routed is None else request.routed.placement
     room = landing.limits(ctx.sizes) if reads else None
+    unpacked = None if rows is request.rows else (request.rows.data, rows.data)
     return routing, routing_ops.exchange_splits(
-        ctx, routing, ids, word, bad_scatter, routed, room, request.needed_tokens
+        ctx, routing, ids, word, bad_scatter, routed, room, request.needed_tokens, unpacked
     )
 
 

@@ -20,43 +20,19 @@ from triton_ep.kernels.device.codes import (
 from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import Routing
 from triton_ep.ops.strides import view_as
-from triton_ep.ops.tuning import (
-    as_words,
-    exchange_programs,
-    expanding_programs,
-    mx_blocks,
-    overlaps,
-    quantizing_programs,
-    sends_aside,
-)
+from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, overlaps, sends_aside
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 
 _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
-def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
-    """Rows to send. With payload="mxfp8" rows of the layer's dtype are quantised by RCEIL and packed as they travel,
-    [T, bytes] uint8; others are `x` itself.
-
-    Large batches are quantised on the side stream, concurrently with routing; `fork` joins it.
-    """
+def to_send(ctx: DispatchCombineContext, x: Rows) -> Rows:
+    """The rows as they travel: `x` itself, or with payload="mxfp8" memory [T, bytes] uint8 for rows of the layer's
+    dtype, which `exchange_splits` quantises by RCEIL."""
     if ctx.config.payload is None or x.scale is not None:
         return x
-    num_tokens, hidden = x.data.shape
-    packed = torch.empty(num_tokens, ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device)
-    num_blocks = num_tokens * hidden // BLOCK
-    blocks = mx_blocks(num_blocks)
-    launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
-    launcher.launch(
-        quantizing_programs(ctx.config, launcher, -(-num_blocks // blocks)),
-        x_ptr=x.data,
-        packed_ptr=packed,
-        num_blocks=num_blocks,
-        row_blocks=hidden // BLOCK,
-        stream=ctx.fork() if overlaps(ctx.config, ctx.device) else None,
-    )
-    return Rows(packed)
+    return Rows(torch.empty(x.data.shape[0], ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device))
 
 
 def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -202,17 +178,12 @@ def _landing_of(rows: Rows) -> int:
     return LANDING_ROW if rows.scale.dtype == torch.float32 else LANDING_MX
 
 
-def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
+def fork(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream | None:
     """Stream on which `receive` overlaps the kernels launched next; None if it runs after them.
 
-    quantized: also make the current stream wait for the kernel that `quantize` launched.
     split: the caller decides when rows are received.
     """
-    if not overlaps(ctx.config, ctx.device):
-        return None
-    if quantized:
-        ctx.join()
-    return None if split else ctx.fork()
+    return ctx.fork() if not split and overlaps(ctx.config, ctx.device) else None
 
 
 def fork_network(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream | None:

@@ -10,6 +10,8 @@ import torch
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.given import RoutingMap
 from triton_ep.context.rows import RowFormat
+from triton_ep.ops.element_formats import BLOCK
+from triton_ep.ops.tuning import packing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS
@@ -69,6 +71,7 @@ def exchange_splits(
     routed: torch.Tensor | None = None,
     room: tuple[int, int] | None = None,
     needed_tokens: int = 0,
+    unpacked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Count this rank's entries, give each its slot within its chunk, publish the counts to all ranks, wait for the
     counts of all ranks, and derive where all segments start (kernels/internode/splits.py). Collective; advances the
@@ -79,6 +82,8 @@ def exchange_splits(
         dispatch that wrote `routed`.
     room: staging rows and output rows for which there is room, if the host will read the counts; None: it will not.
     needed_tokens: token count that a rank reports when it has more tokens than the layer has room for and sends none.
+    unpacked: rows [T, H] of the layer's dtype, and memory [T, bytes] uint8 in which the same kernel quantises them to
+        MXFP8, packed as they travel.
 
     Returns `placement`, int32 (kernels/device/tables.py).
     """
@@ -86,8 +91,16 @@ def exchange_splits(
     arrival_room, output_room = (0, 0) if room is None else room
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
     chunks = routing.num_chunks
-    ctx.launcher(("splits", bad_scatter is not None), exchange.splits, bad_scatter is not None).launch(
-        chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS),
+    first_packing = chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS)
+    # If there are none: pointers of the right type, not read.
+    rows, packed = (ctx.no_bytes, ctx.no_bytes) if unpacked is None else unpacked
+    num_blocks = 0 if unpacked is None else rows.numel() // BLOCK
+    blocks = 0 if unpacked is None else exchange.packed_blocks(num_blocks, INTERPRETING)
+    kind = (bad_scatter is not None, blocks)
+    launcher = ctx.launcher(("splits", *kind), exchange.splits, *kind)
+    tiles = -(-num_blocks // blocks) if blocks else 0
+    launcher.launch(
+        first_packing + packing_programs(cfg, launcher, tiles),
         topk_idx_ptr=topk_idx,
         entries_ptr=routing.entries,
         chunks_ptr=routing.chunks,
@@ -105,6 +118,11 @@ def exchange_splits(
         read_number=0 if room is None else ctx.host_read.begin(),
         arrival_room=arrival_room,
         output_room=output_room,
+        unpacked_ptr=rows,
+        packed_ptr=packed,
+        num_blocks=num_blocks,
+        row_blocks=cfg.hidden // BLOCK,
+        first_packing=first_packing,
     )
     return placement
 

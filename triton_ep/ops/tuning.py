@@ -156,11 +156,11 @@ def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: b
     return Combining(min(max(in_budget(budget, publish), 1), STAGE_PROGRAMS), pulling, False)
 
 
-def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int:
-    """Programs of the kernel that quantises rows before they are sent; tiles: number of tiles to quantise."""
-    if INTERPRETING or config.sm_budget is None:
+def packing_programs(config: EPConfig, splits: Launcher, tiles: int) -> int:
+    """Programs that quantise rows while counts are exchanged; tiles: number of tiles to quantise."""
+    if INTERPRETING or config.sm_budget is None or not tiles:
         return tiles
-    return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
+    return min(tiles, max(in_budget(config.sm_budget, splits.program), 1))
 
 
 def low_latency_workers(device: torch.device, launcher: Launcher) -> int:

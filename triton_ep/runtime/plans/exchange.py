@@ -31,8 +31,16 @@ EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit next to the push, for which they wait."""
 
 
-def splits(s: Shape, has_scatter: bool) -> Plan:
-    """Count this rank's entries, give them slots, and exchange splits between all ranks."""
+def packed_blocks(num_blocks: int, interpreted: bool) -> int:
+    """Blocks of 32 that one program quantises before they are sent; `num_blocks` of all rows."""
+    return mx_blocks(num_blocks, True) if interpreted else 256
+
+
+def splits(s: Shape, has_scatter: bool, blocks: int = 0) -> Plan:
+    """Count this rank's entries, give them slots, and exchange splits between all ranks.
+
+    blocks: from `packed_blocks`, if rows are quantised meanwhile; otherwise 0.
+    """
     ranks, experts = next_power_of_2(s.world_size), next_power_of_2(s.experts_per_rank)
     constexprs = {
         "BLOCK_T": ROUTING_TOKENS,
@@ -46,6 +54,7 @@ def splits(s: Shape, has_scatter: bool) -> Plan:
         "BLOCK_N": min(max(next_power_of_2(-(-s.max_tokens // ROUTING_TOKENS)), 16), 256),
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
+        "PACKED_BLOCKS": blocks,
         **s.common("TOPK", "KP", "WP", "LWP"),
     }
     return Plan("splits_kernel", constexprs)
@@ -73,11 +82,6 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
         **s.common("WP", "LWP"),
     }
     return Plan("barrier_kernel", constexprs)
-
-
-def quantize(s: Shape, num_blocks: int) -> Plan:
-    """Quantise rows to MXFP8 as they travel; `num_blocks` blocks of 32."""
-    return Plan("quantize_packed_kernel", {"BLOCKS": mx_blocks(num_blocks, s.interpreted)})
 
 
 def push(s: Shape, payload: int, row_words: int) -> Plan:

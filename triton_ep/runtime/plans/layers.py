@@ -116,9 +116,13 @@ def _barriers(s: Shape) -> Iterator[KernelRequest]:
 
 
 def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
-    for scatter in sorted({False, *uses.scatter}):
+    unpacked = [(0, "u8")]
+    if s.payload is not None:
+        unpacked.append((exchange.packed_blocks(1, s.interpreted), s.token))
+    for scatter, (blocks, kind) in product(sorted({False, *uses.scatter}), unpacked):
         for ids in uses.ids:
-            yield KernelRequest.of(exchange.splits(s, scatter), {"topk_idx_ptr": f"*{ids}"})
+            types = {"topk_idx_ptr": f"*{ids}", "unpacked_ptr": f"*{kind}"}
+            yield KernelRequest.of(exchange.splits(s, scatter, blocks), types)
     yield from _places(s, uses)
 
 
@@ -153,12 +157,8 @@ def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int]
 def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[KernelRequest]:
     """quantize: MXFP8 rows may be given in the layer's dtype; otherwise they come with their scales."""
     sent = [] if s.payload is not None and not quantize else [(WORDS, s.wire_bytes)]
-    if s.payload is not None:
-        if quantize:
-            row_blocks = {"row_blocks": s.hidden // 32}
-            yield KernelRequest.of(exchange.quantize(s, 1), {"x_ptr": f"*{s.token}"}, row_blocks)
-        if uses.quantized or not quantize:
-            sent.append((MX, s.hidden))
+    if s.payload is not None and (uses.quantized or not quantize):
+        sent.append((MX, s.hidden))
     for payload, row_bytes in sent:
         types, numbers, row_words = _words(row_bytes, "x_ptr")
         yield KernelRequest.of(exchange.push(s, payload, row_words), types, numbers)
