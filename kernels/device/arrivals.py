@@ -74,12 +74,14 @@ class Arrivals(NamedTuple):
     different values of a flag that changes, and their warps would disagree on which rows have been copied.
 
     Attributes:
-        num_senders: programs of each rank that raise flags; the push and the forward kernel have as many each.
+        num_senders: programs of each rank that push rows, each of which raises a flag.
+        num_forwarders: programs of each rank that forward rows of other nodes, likewise.
         SOURCES: a power of two, at least LW.
-        SENDERS: a power of two, at least num_senders.
+        SENDERS: a power of two, at least both numbers.
     """
 
     num_senders: Any
+    num_forwarders: Any
     SOURCES: tl.constexpr
     SENDERS: tl.constexpr
 
@@ -157,7 +159,8 @@ def wait_arrivals(
     """Wait for the next step of a node's tokens. Returns whether it came, tiles [SOURCES] and steps seen by now."""
     SENDERS: tl.constexpr = arrivals.SENDERS
     flag = tl.arange(0, arrivals.SOURCES * SENDERS)
-    used = is_local(job, flag // SENDERS) & (flag % SENDERS < arrivals.num_senders)
+    programs = tl.where(sources.node == my_node(job), arrivals.num_senders, arrivals.num_forwarders)
+    used = is_local(job, flag // SENDERS) & (flag % SENDERS < programs)
     first_flag = sources.node * job.ranks_per_node * SENDERS
     before = arrival_steps(job)
     expected = (before + steps + 1) << 32

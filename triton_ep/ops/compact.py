@@ -10,7 +10,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs
+from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, forwarding_programs
 from triton_ep.runtime.plans import compact as plans
 
 
@@ -87,6 +87,7 @@ def receive(
         row_words=row_words,
         row_limit=received.x.shape[0],
         num_senders=exchange_programs(cfg.num_sm),
+        num_forwarders=forwarding_programs(cfg, ctx.device),
         stream=side,
     )
     if side is not None:

@@ -20,7 +20,14 @@ from triton_ep.kernels.device.codes import (
 from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import Routing
 from triton_ep.ops.strides import view_as
-from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, overlaps, sends_aside
+from triton_ep.ops.tuning import (
+    as_words,
+    exchange_programs,
+    expanding_programs,
+    forwarding_programs,
+    overlaps,
+    sends_aside,
+)
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 
@@ -112,7 +119,7 @@ def forward(
     words = as_words(ctx.local_as("stage_x", torch.uint8), fmt.wire_bytes)
     row_words = fmt.wire_bytes // words.element_size()
     ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words, fmt=fmt).launch(
-        exchange_programs(cfg.num_sm),
+        forwarding_programs(cfg, ctx.device),
         word_ptr=words,
         placement_ptr=placement,
         forward_ptr=tables,
@@ -230,6 +237,7 @@ def receive(
         num_rows=recv_x.shape[0],
         stage_capacity=ctx.sizes.arrival_rows,
         num_senders=exchange_programs(cfg.num_sm),
+        num_forwarders=forwarding_programs(cfg, ctx.device),
         stream=side,
     )
     if side is not None:

@@ -69,7 +69,7 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
     num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
     if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
-        sending = sending_programs(cfg, ctx.device)
+        sending = cfg.num_sm + (forwarding_programs(cfg, ctx.device) if sends_aside(cfg, ctx.device) else 0)
         grid = Expanding(multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped)
         programs = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
         fmt.grids[expand, overlapped] = Launcher.num_compiled, programs
@@ -198,8 +198,21 @@ def sends_aside(config: EPConfig, device: torch.device) -> bool:
 
 
 def sending_programs(config: EPConfig, device: torch.device) -> int:
-    """Programs of the communication kernels that run at the same time."""
+    """Programs of the communication kernels of a combine that run at the same time."""
     return config.num_sm * (2 if sends_aside(config, device) else 1)
+
+
+def forwarding_programs(config: EPConfig, device: torch.device) -> int:
+    """Programs that forward rows of other nodes, the same number on all ranks.
+
+    They start when the push has ended and outlast the kernel that sends rows, so they are up to twice as many as those
+    of either, while at least half of the multiprocessors are left to lay out rows.
+    """
+    if INTERPRETING:
+        return 2 * exchange_programs(config.num_sm)
+    if not sends_aside(config, device):
+        return config.num_sm
+    return max(config.num_sm, min(2 * config.num_sm, multiprocessors(device) // 2 - config.num_sm))
 
 
 @functools.cache

@@ -110,8 +110,9 @@ class Shape:
 
     @property
     def senders(self) -> int:
-        """Flags per rank that sends rows, one for each of its programs: a power of two."""
-        return next_power_of_2(self.num_sm)
+        """Flags per rank that sends rows, one for each of its programs: a power of two. Rows of other nodes are
+        forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
+        return next_power_of_2(self.num_sm if self.num_nodes == 1 else 2 * self.num_sm)
 
     @property
     def max_chunks(self) -> int:
