@@ -312,7 +312,7 @@ class Sizes(NamedTuple):
     bad_scatter_ptr="*i32",
     routed_ptr="*i32",
     told_ptr="*i64",
-    unpacked_ptr="*{TOKEN}",
+    unpacked_ptr="*{UNPACKED}",
     packed_ptr="*u8",
     num_warps=8,
     maxnreg=128,  # two programs that count fit on a multiprocessor

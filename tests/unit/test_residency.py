@@ -194,7 +194,6 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.combining_programs(plain, device, whole, whole, False) == (128, 20, False)
     splits = cast(Any, _Launched(Program(8, 128)))
     assert [tuning.packing_programs(each, splits, 3584) for each in (plain, config)] == [3584, 2 * 24]
-    assert tuning.packing_programs(config, splits, 0) == 0, "rows that are sent as they are need no program"
     assert [tuning.overlaps(replace(config, sm_budget=n), device) for n in (1, 2)] == [False, True]
 
 
@@ -212,8 +211,22 @@ def test_two_kernels_between_nodes_leave_room_for_each_other(monkeypatch: pytest
     whole = Program(16, 128)
     combining = tuning.combining_programs(nodes, device, whole, whole, True)
     assert combining == (H200 - 2 * 32, 32, True)
-    expanding = Expanding(H200, tuning.sending_programs(nodes, device), None, False, True)
-    assert expanding.programs(whole, (PUSH, SEND, FORWARD)) == H200 - 2 * 32
+    expanding = Expanding(H200, 32 + 44, None, False, True)
+    assert expanding.programs(whole, (PUSH, SEND, FORWARD)) == H200 - 32 - 44
+
+
+@pytest.mark.parametrize(("num_sm", "forwarding"), [(12, 24), (20, 40), (24, 44), (32, 44), (34, 34)])
+def test_more_programs_forward_rows_than_push_them(
+    monkeypatch: pytest.MonkeyPatch, num_sm: int, forwarding: int
+) -> None:
+    """They have flags of their own, and the kernels that run at the same time leave room to lay rows out."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    config = EPConfig(4096, 7168, 8, 256, 0, 4, 2, num_sm=num_sm)
+    assert tuning.forwarding_programs(config, torch.device("cpu")) == forwarding
+    assert forwarding <= config.shape(0).senders
+    budgeted = replace(config, sm_budget=64)
+    assert tuning.forwarding_programs(budgeted, torch.device("cpu")) == budgeted.num_sm
 
 
 def test_programs_between_nodes_do_the_work_of_four() -> None:
@@ -221,7 +234,8 @@ def test_programs_between_nodes_do_the_work_of_four() -> None:
     one_node = Shape(4096, 7168, 8, 256, 4, 4, payload="mxfp8")
     for landing, words in ((0, 1792), (1, 896), (2, 1792), (3, 1792)):
         plans = [exchange.expand(replace(one_node, local_world_size=n), landing, True, True, words) for n in (4, 2)]
-        assert plans[1].constexprs["ROWS"] == 4 * plans[0].constexprs["ROWS"]
+        few, many = (plan.constexprs["ROWS"] * plan.constexprs["BLOCK_H"] for plan in plans)
+        assert many == 4 * few
         assert per_multiprocessor(Program.declared(plans[1], 1)) >= 1
         budgeted = replace(one_node, local_world_size=2, budgeted=True)
         assert exchange.expand(budgeted, landing, True, True, words).num_warps == plans[0].num_warps

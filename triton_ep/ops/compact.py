@@ -87,7 +87,7 @@ def receive(
         row_words=row_words,
         row_limit=received.x.shape[0],
         num_senders=exchange_programs(cfg.num_sm),
-        num_forwarders=forwarding_programs(cfg, ctx.device),
+        num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )
     if side is not None:

@@ -237,7 +237,7 @@ def receive(
         num_rows=recv_x.shape[0],
         stage_capacity=ctx.sizes.arrival_rows,
         num_senders=exchange_programs(cfg.num_sm),
-        num_forwarders=forwarding_programs(cfg, ctx.device),
+        num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )
     if side is not None:

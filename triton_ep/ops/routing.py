@@ -92,15 +92,17 @@ def exchange_splits(
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
     chunks = routing.num_chunks
     first_packing = chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS)
-    # If there are none: pointers of the right type, not read.
-    rows, packed = (ctx.no_bytes, ctx.no_bytes) if unpacked is None else unpacked
-    num_blocks = 0 if unpacked is None else rows.numel() // BLOCK
-    blocks = 0 if unpacked is None else exchange.packed_blocks(num_blocks, INTERPRETING)
-    kind = (bad_scatter is not None, blocks)
+    kind = (bad_scatter is not None, unpacked is not None)
     launcher = ctx.launcher(("splits", *kind), exchange.splits, *kind)
-    tiles = -(-num_blocks // blocks) if blocks else 0
+    if unpacked is None:
+        rows = packed = ctx.no_bytes  # not read
+        num_blocks = packing = 0
+    else:
+        rows, packed = unpacked
+        num_blocks = rows.numel() // BLOCK
+        packing = packing_programs(cfg, launcher, -(-num_blocks // exchange.PACKED_BLOCKS))
     launcher.launch(
-        first_packing + packing_programs(cfg, launcher, tiles),
+        first_packing + packing,
         topk_idx_ptr=topk_idx,
         entries_ptr=routing.entries,
         chunks_ptr=routing.chunks,

@@ -158,7 +158,7 @@ def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: b
 
 def packing_programs(config: EPConfig, splits: Launcher, tiles: int) -> int:
     """Programs that quantise rows while counts are exchanged; tiles: number of tiles to quantise."""
-    if INTERPRETING or config.sm_budget is None or not tiles:
+    if INTERPRETING or config.sm_budget is None:
         return tiles
     return min(tiles, max(in_budget(config.sm_budget, splits.program), 1))
 
@@ -206,13 +206,13 @@ def forwarding_programs(config: EPConfig, device: torch.device) -> int:
     """Programs that forward rows of other nodes, the same number on all ranks.
 
     They start when the push has ended and outlast the kernel that sends rows, so they are up to twice as many as those
-    of either, while at least half of the multiprocessors are left to lay out rows.
+    of either, and at most a third of the multiprocessors if `num_sm` is not more.
     """
     if INTERPRETING:
         return 2 * exchange_programs(config.num_sm)
     if not sends_aside(config, device):
         return config.num_sm
-    return max(config.num_sm, min(2 * config.num_sm, multiprocessors(device) // 2 - config.num_sm))
+    return max(config.num_sm, min(2 * config.num_sm, multiprocessors(device) // 3))
 
 
 @functools.cache

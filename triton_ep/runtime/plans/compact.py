@@ -17,7 +17,7 @@ def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_w
     rows, options = s.chosen("expand")
     tile, options = s.tile(row_words, 1024) | rows, EXPANDING | options
     if not rows:
-        tile, options = as_many_as_four(s, tile, options, has_scales)
+        tile, options = as_many_as_four(s, tile, options, has_scales, row_words)
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("compact_rows_kernel", constexprs | tile, **options)
 

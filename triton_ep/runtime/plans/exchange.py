@@ -17,11 +17,12 @@ from triton_ep.kernels.device.codes import (
     NODE_BARRIER_FLAG,
     WORDS,
 )
-from triton_ep.runtime.plans.compute import mx_blocks
 from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, TOKEN_BYTES, Plan, Shape, next_power_of_2, step_chunks
 
 SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
+PACKED_BLOCKS = 256
+"""Blocks of 32 that a program of the splits exchange quantises."""
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
@@ -31,16 +32,9 @@ EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit next to the push, for which they wait."""
 
 
-def packed_blocks(num_blocks: int, interpreted: bool) -> int:
-    """Blocks of 32 that one program quantises before they are sent; `num_blocks` of all rows."""
-    return mx_blocks(num_blocks, True) if interpreted else 256
-
-
-def splits(s: Shape, has_scatter: bool, blocks: int = 0) -> Plan:
-    """Count this rank's entries, give them slots, and exchange splits between all ranks.
-
-    blocks: from `packed_blocks`, if rows are quantised meanwhile; otherwise 0.
-    """
+def splits(s: Shape, has_scatter: bool, packs: bool = False) -> Plan:
+    """Count this rank's entries, give them slots, and exchange splits between all ranks; packs: quantise rows
+    meanwhile."""
     ranks, experts = next_power_of_2(s.world_size), next_power_of_2(s.experts_per_rank)
     constexprs = {
         "BLOCK_T": ROUTING_TOKENS,
@@ -54,7 +48,7 @@ def splits(s: Shape, has_scatter: bool, blocks: int = 0) -> Plan:
         "BLOCK_N": min(max(next_power_of_2(-(-s.max_tokens // ROUTING_TOKENS)), 16), 256),
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
-        "PACKED_BLOCKS": blocks,
+        "PACKED_BLOCKS": PACKED_BLOCKS if packs else 0,
         **s.common("TOPK", "KP", "WP", "LWP"),
     }
     return Plan("splits_kernel", constexprs)
@@ -158,26 +152,27 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
             tile["BLOCK_H"] = min(tile["BLOCK_H"], 2048 if s.interpreted else 1024)
             options = EXPANDING | {"maxnreg": 80}
     if not rows:  # tuned tiles stay as they are
-        tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
+        tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX, row_words)
     constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("dispatch_expand_kernel", constexprs, **options)
 
 
 def as_many_as_four(
-    s: Shape, tile: dict[str, int], options: dict[str, int], has_scales: bool
+    s: Shape, tile: dict[str, int], options: dict[str, int], has_scales: bool, row_words: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tile and options of a program that does the work of four, with several nodes and no budget.
 
     Programs that lay rows out then wait for programs that take whole multiprocessors, so only one is launched for each
-    multiprocessor that is left (ops/tuning.py).
+    multiprocessor that is left (ops/tuning.py), and it may use all registers.
     """
     if s.num_nodes == 1 or s.budgeted or s.interpreted:
         return tile, options
-    larger = options | {"num_warps": 4 * options["num_warps"]}
     if has_scales:  # which take more registers than 16 warps leave
-        larger = {"num_warps": 8, "maxnreg": 248}
-    return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK)}, larger
+        return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK)}, {"num_warps": 8, "maxnreg": 248}
+    warps, wide = 4 * options["num_warps"], 2 if tile["BLOCK_H"] < row_words else 1
+    larger = {"ROWS": min(4 // wide * tile["ROWS"], CHUNK), "BLOCK_H": wide * tile["BLOCK_H"]}
+    return {**tile, **larger}, {"num_warps": warps, "maxnreg": 2**16 // (32 * warps)}
 
 
 def watched_sources(s: Shape, num_warps: int) -> int:
@@ -277,6 +272,9 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
         # Loops are short between messages, so nothing is copied ahead. Fewer ranks hold rows of more tokens at once.
         tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
         return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
+    if reduced and most > 2 and s.num_sm >= 24 and not s.budgeted:
+        # From more ranks than two, as many programs bring rows as fast without copies ahead, or faster.
+        return Summing(32, 64, 8192, min(most, 4), 1).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
     # Within a budget three programs take a multiprocessor, otherwise one does.
     warps, registers, in_flight = (8, 80, 16384) if s.budgeted else (16, 128, 32768)

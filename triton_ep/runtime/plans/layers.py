@@ -116,13 +116,10 @@ def _barriers(s: Shape) -> Iterator[KernelRequest]:
 
 
 def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
-    unpacked = [(0, "u8")]
-    if s.payload is not None:
-        unpacked.append((exchange.packed_blocks(1, s.interpreted), s.token))
-    for scatter, (blocks, kind) in product(sorted({False, *uses.scatter}), unpacked):
-        for ids in uses.ids:
-            types = {"topk_idx_ptr": f"*{ids}", "unpacked_ptr": f"*{kind}"}
-            yield KernelRequest.of(exchange.splits(s, scatter, blocks), types)
+    for scatter, ids in product(sorted({False, *uses.scatter}), uses.ids):
+        for packs in sorted({False, s.payload is not None}):
+            types = {"topk_idx_ptr": f"*{ids}", "unpacked_ptr": f"*{s.token if packs else 'u8'}"}
+            yield KernelRequest.of(exchange.splits(s, scatter, packs), types)
     yield from _places(s, uses)
 
 
