@@ -129,7 +129,7 @@ PARTS = STEPS**2
 DISPATCH_BOUNDS = (0, 6, 16, 29, 41, 51, 58, 63, PARTS)
 """Parts sent after 0 to STEPS steps of a dispatch. The first step is short, because rows can be laid out only after it;
 the last is shorter, because its rows are laid out after everything else is done."""
-COMBINE_BOUNDS = (0, 4, 16, 28, 40, 50, 58, 62, PARTS)
+COMBINE_BOUNDS = (0, 2, 10, 20, 32, 43, 54, 61, PARTS)
 """The same for rows that a combine stages, and then pulls."""
 BOUND_BITS = 7
 

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from triton_ep.context.overlap import current_stream
 
 
+class _Side(NamedTuple):
+    stream: torch.cuda.Stream
+    forked: torch.cuda.Event
+    joined: torch.cuda.Event
+
+
 class SideStream:
-    """A stream of a layer, created at first use, with the events that order it and the current stream."""
+    """A stream of a layer, created at first use, with the events that order it and the current stream.
+
+    It has the priority of the current stream. With a higher one, programs that wait for rows take multiprocessors from
+    the programs that send these rows where both kernels may begin at once, as in a CUDA graph (4 x H200: a dispatch of
+    4096 tokens took 626 us there instead of 571).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._of_priority: dict[int, _Side] = {}
+        self._latest: _Side | None = None
 
     def fork(self) -> torch.cuda.Stream:
         """The stream, ordered after all work launched on the current stream so far; `join` must follow."""
-        if self._made is None:
-            # High priority, as for `async_finish`: work that an exchange waits for must not queue behind other kernels.
-            self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
-        side, forked, _ = self._made
-        forked.record(current_stream())
-        forked.wait(side)  # the same as side.wait_event(forked)
-        return side
+        current = current_stream()
+        side = self._of_priority.get(current.priority)
+        if side is None:
+            stream = torch.cuda.Stream(self._device, priority=current.priority)
+            side = self._of_priority[current.priority] = _Side(stream, torch.cuda.Event(), torch.cuda.Event())
+        self._latest = side
+        side.forked.record(current)
+        side.forked.wait(side.stream)  # the same as stream.wait_event(forked)
+        return side.stream
 
     def join(self) -> None:
         """Make the current stream wait for all work launched on this one."""
-        if self._made is not None:
-            side, _, joined = self._made
-            joined.record(side)
-            joined.wait(current_stream())
+        if self._latest is not None:
+            self._latest.joined.record(self._latest.stream)
+            self._latest.joined.wait(current_stream())
 
     def wait_joined(self) -> None:
         """Make the current stream wait for the work that the latest `join` waited for."""
-        if self._made is not None:
-            self._made[2].wait(current_stream())
+        if self._latest is not None:
+            self._latest.joined.wait(current_stream())

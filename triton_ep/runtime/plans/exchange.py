@@ -272,9 +272,6 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
         # Loops are short between messages, so nothing is copied ahead. Fewer ranks hold rows of more tokens at once.
         tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
         return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
-    if reduced and most > 2 and s.num_sm >= 24 and not s.budgeted:
-        # From more ranks than two, as many programs bring rows as fast without copies ahead, or faster.
-        return Summing(32, 64, 8192, min(most, 4), 1).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
     # Within a budget three programs take a multiprocessor, otherwise one does.
     warps, registers, in_flight = (8, 80, 16384) if s.budgeted else (16, 128, 32768)
