@@ -104,6 +104,7 @@ class Counting(NamedTuple):
     Attributes:
         topk_idx_ptr: [T, K] int32 or int64; -1 or E = dropped.
         chunks_ptr: out; device/tables.py.
+        first_waiting: the first program that does not count; programs before it count one chunk each.
         KP: top-k rounded up.
         BLOCK_T: tokens of a chunk.
         CLEARED: columns set to zero at a time.
@@ -112,6 +113,7 @@ class Counting(NamedTuple):
 
     topk_idx_ptr: Any
     chunks_ptr: Any
+    first_waiting: Any
     KP: tl.constexpr
     BLOCK_T: tl.constexpr
     CLEARED: tl.constexpr

@@ -323,7 +323,6 @@ def splits_kernel(
     placement_ptr,  # out, device/tables.py
     call: Call,
     job: Job,
-    first_waiting,  # number of programs that count one chunk each; they come first
     segments: Segments,
     read: HostRead,
     packing: Packing,
@@ -334,7 +333,7 @@ def splits_kernel(
         if tl.program_id(0) >= packing.first_packing:
             pack_rows(packing)
             return
-    num_chunks = first_waiting
+    num_chunks = counting.first_waiting
     if tl.program_id(0) < num_chunks:
         count_chunk(job, counting, entries, num_chunks)
         # One thread releases for the whole block; pairs with the acquire in `wait_programs`.

@@ -1,4 +1,4 @@
-"""Many replays of captured low-latency pairs, whose ranks get out of step at random."""
+"""Many replays of captured pairs of dispatch and combine, whose ranks get out of step at random."""
 
 import random
 import time
@@ -15,13 +15,20 @@ from triton_ep.distributed import current_heap
 INPUTS = 4
 DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True)
 TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True)
+# Of so many tokens rows are laid out and summed while others are on their way.
+PREFILL = Case(
+    "prefill", tokens=(2048, 1500, 1, 2000), hidden=7168, topk=8, experts=16, static=True, local_combine=True
+)
+SHORT = Case("short", tokens=(40, 3), hidden=32, topk=2, experts=2, static=True, local_combine=True)
 
 
 def _replay(rank, nodes, ranks_per_node, case, weighted, replays, delay_s):
     world, device = nodes * ranks_per_node, current_heap().device
     draw = random.Random(rank)
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
-        works = [workloads(replace(case, drop=0.3 * each), world, each) for each in range(INPUTS)]
+        # A rank has the same number of tokens in all of them.
+        calls = [each * len(case.tokens) for each in range(INPUTS)]
+        works = [workloads(replace(case, drop=0.3 * each), world, call) for each, call in enumerate(calls)]
         mine = [of_all[rank] for of_all in works]
         xs = [work.x.to(device) for work in mine]
         idxs = [work.topk_idx.to(device) for work in mine]
@@ -85,4 +92,16 @@ def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ran
         sizes = (replace(TINY, payload=payload), weighted, 40 if ranks_per_node == 2 else 8, 0.01)
     else:
         sizes = (replace(DECODE, payload=payload), weighted, pytestconfig.getoption("--replays"), 0.002)
+    assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_replays_of_many_tokens_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
+    """The same with kernels that overlap, and ranks of unequal numbers of tokens."""
+    if backend == "host":
+        sizes = (replace(SHORT, payload=payload), False, 10 if nodes * ranks_per_node == 2 else 4, 0.01)
+    else:
+        sizes = (replace(PREFILL, payload=payload), False, pytestconfig.getoption("--replays"), 0.005)
     assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
