@@ -822,3 +822,20 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     words = ["plot", "--routing", "uniform", "--tokens", "8", "--ranks", "2", "--experts", "8"]
     with pytest.raises(InputError, match="cannot be written"):
         cli.run(parser.parse_args([*words, "--out", str(tmp_path / "file" / "out.svg")]))
+
+
+def test_a_wrong_sum_is_told_with_its_place() -> None:
+    """The message says how many tokens are wrong and where the first one is; NaN is wrong, too."""
+    x = torch.arange(1.0, 13.0, dtype=torch.bfloat16).view(3, 4)
+    job: Any = types.SimpleNamespace(rank=2, inputs=[(x, torch.zeros(3, 1))])
+    provider: Any = types.SimpleNamespace(copies=lambda idx: torch.tensor([1, 2, 1]), roundings=1)
+    out = x * torch.tensor([[1], [2], [1]])
+    exchange.check_combine(job, provider, 0, out, "bf16")
+    out[1, 2:] += 3
+    with pytest.raises(
+        WrongResult, match=r"rank 2: off by 3.0 .* in 1 of 3 tokens; of the first, 1, in 2 columns from 2"
+    ):
+        exchange.check_combine(job, provider, 0, out, "bf16")
+    out[0, 3] = torch.nan
+    with pytest.raises(WrongResult, match=r"in 2 of 3 tokens; of the first, 0, in 1 columns from 3"):
+        exchange.check_combine(job, provider, 0, out, "bf16")

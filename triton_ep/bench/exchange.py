@@ -84,7 +84,7 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
     """Check that combine sums the unchanged rows of input `number` per token.
 
     Raises:
-        WrongResult: a sum differs by more than rounding; the message has the largest difference.
+        WrongResult: a sum differs by more than rounding; the message has the largest difference, and where it is.
     """
     x, idx = job.inputs[number]
     if payload == "mxfp8":
@@ -92,8 +92,14 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
     # All rows of a token are equal, so a sum in float32 is the exact multiple.
     exact = (x.float() * provider.copies(idx).unsqueeze(1)).double()
     error = (out.double() - exact).abs()
-    if not bool((error <= exact.abs() * torch.finfo(x.dtype).eps / 2 * provider.roundings).all()):
-        raise WrongResult(f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ")
+    wrong = ~(error <= exact.abs() * torch.finfo(x.dtype).eps / 2 * provider.roundings)  # NaN is wrong
+    if bool(wrong.any()):
+        tokens = torch.nonzero(wrong.any(1)).flatten().tolist()
+        columns = torch.nonzero(wrong[tokens[0]]).flatten().tolist()
+        raise WrongResult(
+            f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ, in {len(tokens)} "
+            f"of {wrong.shape[0]} tokens; of the first, {tokens[0]}, in {len(columns)} columns from {columns[0]} on"
+        )
 
 
 def _check(job: Job, case: Case, provider: Any, op: str, number: int, result: Any, state: Any = None) -> None:
