@@ -101,7 +101,9 @@ def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ran
 def test_replays_of_many_tokens_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
     """The same with kernels that overlap, and ranks of unequal numbers of tokens."""
     if backend == "host":
-        sizes = (replace(SHORT, payload=payload), False, 10 if nodes * ranks_per_node == 2 else 4, 0.01)
+        if nodes * ranks_per_node == 4:
+            pytest.skip("two CPU ranks stand for four")
+        sizes = (replace(SHORT, payload=payload), False, 8, 0.01)
     else:
         sizes = (replace(PREFILL, payload=payload), False, pytestconfig.getoption("--replays"), 0.005)
     assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
