@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend", choices=("host", "nvshmem", "torch"), default="host", help="backend of the ranks of run_ranks"
     )
     group.addoption(
-        "--replays", type=int, default=500, help="replays of captured low-latency pairs on GPUs (layer/test_replays.py)"
+        "--replays", type=int, default=500, help="replays of captured pairs on GPUs (layer/test_replays.py)"
     )
     group.addoption(
         "--chaos-seeds",

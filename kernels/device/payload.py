@@ -4,8 +4,9 @@ A *tile* is [ROWS, BLOCK_H]. It holds several rows so that a program has several
 because the interpreter pays per operation, not per element.
 
 The *payload* of a row is opaque words, or the row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0 scale byte
-per 32 elements, padded to 16 bytes. A low-latency dispatch quantises rows itself (QUANTISE); other kernels receive
-quantised rows (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
+per 32 elements, padded to 16 bytes. A low-latency dispatch quantises rows itself (QUANTISE). Any other has them
+quantised and packed in this form before (`pack_rows`), and sends opaque words; rows that the caller has quantised come
+with their scales apart (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
 scales, padded to 112: in words of 4 bytes, 24 words of data and 28 from one row to the next.
 """
 

@@ -19,7 +19,8 @@ Memory order  A program of step 0 adds itself to a counter by a release, after a
               acquire it. These programs count themselves done by acquire-release adds, so the last one sees the
               totals of all. The flag is released after the row; step 4 acquires it.
 Progress      Programs of step 0 wait for nobody, and have lower numbers than programs of step 1, which wait for them.
-              Programs that quantise come last: many and short, they would keep those of step 1 from starting.
+              Programs that quantise wait for nobody, and come last: many and short, they would keep those of step 1
+              from starting.
               One program waits for other ranks; it posts before.
 Replay        The epoch lives on the device and only grows; the last program resets both counts of programs. A
               rank that has passed step 4 knows that every rank has finished its previous call (its kernels precede

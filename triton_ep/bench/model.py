@@ -197,8 +197,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
     fixed = (7 if far else 5) * machine.kernel_us + _counts_us(w, machine)
     if payload == "mxfp8":
         quantise = w.tokens * (w.row_bytes + wire_row) / machine.memory_gbps / 1e3
-        # Large batches quantise concurrently with routing.
-        fixed = max(fixed, quantise) if w.tokens >= _OVERLAPPED_TOKENS else fixed + machine.kernel_us + quantise
+        fixed = max(fixed, quantise)  # by the kernel that exchanges counts
     traffic = dispatch_traffic(w, payload)
     sent = replace(traffic, nic=traffic.nic * w.message_bytes(payload) / wire_row)  # tables travel with the rows
     expanded = (w.tokens * w.ranks_per_token + w.output_rows) * wire_row

@@ -1,6 +1,6 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
-A dispatch: quantise · count · exchange splits · place · send · push · forward · read back, raise, grow · land. If
+A dispatch: count · exchange splits, quantise · place · send · push · forward · read back, raise, grow · land. If
 buffers must grow, place, send, push and forward have done nothing and are launched again. Every dispatch of a layer is
 one `Request` passed to `dispatch`, with a `Landing` for the layout of the received rows. Low-latency layers use
 `dispatch_low_latency`, which sends rows first and counts afterwards.

@@ -190,7 +190,8 @@ def overlaps(config: EPConfig, device: torch.device) -> bool:
 def sends_aside(config: EPConfig, device: torch.device) -> bool:
     """True if rows and partial sums cross nodes on a stream of their own, while rows move within the node.
 
-    Each of these kernels has `num_sm` programs; at least half of the multiprocessors are left to lay out and sum rows.
+    Two kernels of `num_sm` programs each leave at least half of the multiprocessors to lay out and sum rows; the kernel
+    that forwards rows may have more programs (`forwarding_programs`).
     """
     if config.is_intra_node or config.sm_budget is not None or not overlaps(config, device):
         return False
@@ -205,14 +206,14 @@ def sending_programs(config: EPConfig, device: torch.device) -> int:
 def forwarding_programs(config: EPConfig, device: torch.device) -> int:
     """Programs that forward rows of other nodes, the same number on all ranks.
 
-    They start when the push has ended and outlast the kernel that sends rows, so they are up to twice as many as those
-    of either, and at most a third of the multiprocessors if `num_sm` is not more.
+    If rows are sent aside, these programs start when the push has ended, and most of their time runs after the sending
+    kernel, too. So they are up to twice as many as those of either, at most a third of the multiprocessors.
     """
     if INTERPRETING:
         return 2 * exchange_programs(config.num_sm)
     if not sends_aside(config, device):
         return config.num_sm
-    return max(config.num_sm, min(2 * config.num_sm, multiprocessors(device) // 3))
+    return min(2 * config.num_sm, multiprocessors(device) // 3)  # `num_sm` is at most a quarter
 
 
 @functools.cache

@@ -83,13 +83,13 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     # Each rank that a token may go to takes registers for an address, and so do pointers to scales.
     most = min(s.topk, s.local_world_size)
     tile = s.tile(row_words, 4096 if payload == WORDS else 2048 if most <= 4 else 1024)
-    warps = 16
-    if s.payload is not None and not s.interpreted:
-        # Fewer warps move as many short rows, and leave room for programs that lay them out. To more ranks than two,
-        # more rows in flight take longer (4 x H200, 20 programs: 428 us with 4 rows, 380 with 1).
-        warps = 16 if payload == WORDS and most > 2 else 8
-        if payload == WORDS:
-            tile["ROWS"] = min(tile["ROWS"], 4) if most <= 2 else 1
+    # Fewer warps move as many short rows, and leave room for programs that lay them out.
+    warps = 16 if s.payload is None else 8
+    if s.payload is not None and payload == WORDS and not s.interpreted:
+        if most <= 2:
+            tile["ROWS"] = min(tile["ROWS"], 4)
+        else:  # more rows in flight take longer (4 x H200, 20 programs: 428 us with 4 rows of 8 warps, 380 so)
+            tile["ROWS"], warps = 1, 16
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
