@@ -72,6 +72,7 @@ from ..device.tables import (
     stage_bases_of,
     step_rows_of,
     step_tokens_of,
+    sums_from_of,
     tiles_of,
 )
 from ..device.tiles import TILE_ROWS, write_tile_table
@@ -201,18 +202,21 @@ def _store_packed(
     entry,  # [T, KP] offsets into a [T, K] table
     owner,
     arrival,
+    sum_row,  # rows of sums in this rank's combine buffer, with one node
     here,
     mask,
 ):
-    """Store, without gaps and in k order, the entries of each token where `here`: push addresses, ranks and rows."""
+    """Store, without gaps and in k order, the entries of each token where `here`: push addresses, and where combine
+    finds sums."""
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * arrivals.row_bytes
     tl.store(arrivals.push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
     pull_rank_ptr = entry_field(entries, PULL_RANK)
-    tl.store(pull_rank_ptr + at, tl.where(here, owner, -1), mask=mask)
+    many = has_other_nodes(job)
+    tl.store(pull_rank_ptr + at, tl.where(here, tl.where(many, owner, job.rank), -1), mask=mask)
     pull_row_ptr = entry_field(entries, PULL_ROW)
-    tl.store(pull_row_ptr + at, tl.where(here, arrival, -1), mask=mask)
+    tl.store(pull_row_ptr + at, tl.where(here, tl.where(many, arrival, sum_row), -1), mask=mask)
 
 
 class Scatter(NamedTuple):
@@ -301,8 +305,9 @@ def routing_slots_kernel(
 
     slot = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
     first = slot >= 0
+    slot += tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
     stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
-    stage_row += tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
+    sum_row = slot + tl.load(sums_from_of(job, placement_ptr) + owner, mask=first, other=0)
     stage_row = tl.where(first, stage_row, -1)
 
     slot = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
@@ -332,7 +337,7 @@ def routing_slots_kernel(
         weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
     push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
     fits = here & (stage_row < arrivals.stage_capacity)
-    _store_packed(job, arrivals, entries, offs, owner, stage_row, fits, mask)
+    _store_packed(job, arrivals, entries, offs, owner, stage_row, sum_row, fits, mask)
     _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes)
 
 

@@ -86,7 +86,8 @@ LL_COMBINE = 22
 LL_COMBINE_FLAG = 23
 LL_WEIGHTS = 24
 LL_ROW_FLAG = 25
-NUM_BUFFERS = 26
+ENTERED_FLAG = 26
+NUM_BUFFERS = 27
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
 # triton_ep.context.records.Report, whose fields have the same order.
@@ -129,7 +130,7 @@ PARTS = STEPS**2
 DISPATCH_BOUNDS = (0, 6, 16, 29, 41, 51, 58, 63, PARTS)
 """Parts sent after 0 to STEPS steps of a dispatch. The first step is short, because rows can be laid out only after it;
 the last is shorter, because its rows are laid out after everything else is done."""
-COMBINE_BOUNDS = (0, 2, 10, 20, 32, 43, 54, 61, PARTS)
+COMBINE_BOUNDS = (0, 8, 20, 32, 42, 51, 58, 62, PARTS)
 """The same for rows that a combine stages, and then pulls."""
 BOUND_BITS = 7
 
@@ -247,3 +248,4 @@ CALLS_LL_COMBINE = 14
 # waits.py again.
 # A wait for signals of the caller's kernel on this GPU, not for another rank.
 WAIT_SIGNALS = 15
+WAIT_COMBINE_ENTERED = 16

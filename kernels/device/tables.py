@@ -9,9 +9,10 @@ Letters: W ranks, LW per node, N nodes, E experts, e per rank, T tokens of this 
     DST_ROW     row of the assignment in its owner's output, -1 = dropped
     STAGE_ROW   staging row of the token at that rank, -1 = not the first k that goes there
     NODE_SLOT   slot among this rank's tokens for that node, -1 = not the first k that goes there
-Fields that list, without gaps and in the order of k, the ranks of this node that a token goes to:
-    PULL_RANK   rank, then -1
-    PULL_ROW    staging row of the token there, then -1
+Fields that list, without gaps and in the order of k, where combine finds the sums of a token, one from each rank of
+this node that it goes to:
+    PULL_RANK   with one node this rank, with several the rank that sums; then -1
+    PULL_ROW    row in the combine buffer of PULL_RANK: with several nodes the staging row there; then -1
 and, with several nodes, the other nodes that it goes to:
     PULL_PARTIAL  slot among my tokens for that node, times N, plus the node; then -1
 
@@ -34,23 +35,26 @@ each node.
     step_tokens       [64, N] likewise the earlier tokens that go to each node; written with several nodes
     bases             [2 * E + W] per expert, the first row of my entries in its owner's output; per expert, its first
                       position in a sort of my entries; per rank, the first staging row of my tokens
+    sums              [2 * W] with one node: per rank, the first row in my combine buffer of its sums of my tokens; per
+                      rank, the first row in its combine buffer of my sums of its tokens
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
               rank 1 to experts 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, and for expert 3 from
               rank 0. In its first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130),
               rank 1 has
-                  entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 0,
-                                  PULL_ROW 2 1
+                  entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 1,
+                                  PULL_ROW 1 0
                   report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
                   expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
+                  sums            0 1, then 1 1
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
 Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
               chunks a dispatch of 8 steps sends 12, 20, 26, 24, 20, 14, 10, 2; one of 4 steps, with the bounds 0, 16,
-              41, 58, 64, sends 32, 50, 34, 12. After each of its 8 steps, a combine has staged 2, 10, 20, 32, 43, 54,
-              61, 64 of a source's 64 rows (`staged_part`, staging.py).
+              41, 58, 64, sends 32, 50, 34, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
+              62, 64 of a source's 64 rows (`staged_part`, staging.py).
 """
 
 from typing import Any, NamedTuple
@@ -279,6 +283,18 @@ def stage_bases_of(job, placement_ptr):
 
 
 @triton.jit
+def sums_from_of(job, placement_ptr):
+    """Pointer to sums [2 * W], and so to its first part [W]: per rank, the first row here of its sums of my tokens."""
+    return bases_of(job, placement_ptr) + _fours(2 * num_experts(job) + job.num_ranks)
+
+
+@triton.jit
+def sums_to_of(job, placement_ptr):
+    """Pointer to the second part of sums [W]: per rank, the first row there of my sums of its tokens."""
+    return sums_from_of(job, placement_ptr) + job.num_ranks
+
+
+@triton.jit
 def tiles_of(job, placement_ptr):
     """Pointer to the tile table [1 + n, 4]."""
-    return bases_of(job, placement_ptr) + _fours(2 * num_experts(job) + job.num_ranks)
+    return sums_from_of(job, placement_ptr) + _fours(2 * job.num_ranks)

@@ -68,6 +68,8 @@ from ..device.tables import (
     row_of,
     sort_bases_of,
     stage_bases_of,
+    sums_from_of,
+    sums_to_of,
     tail_ptr,
     tiles_of,
     tokens_from_node_of,
@@ -176,9 +178,11 @@ def _report(
     placement_ptr,
     owner,  # [OWNERS] ranks
     rows,  # [OWNERS] their output rows
+    earlier_tokens,  # my tokens for earlier ranks
     WP: tl.constexpr,
 ):
-    """Store the results per rank: reports, staging rows, tokens from other nodes."""
+    """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns my tokens for
+    these ranks, and [WP] tokens of each rank for those of them that come before this rank."""
     row_length = row_length_of(job)
     source = tl.arange(0, WP)
     is_owner = is_rank(job, owner)
@@ -187,6 +191,9 @@ def _report(
     tokens = tl.load(tokens_ptrs, mask=mask, other=0)  # [source, owner]
     before_me = tl.sum(tl.where((source < job.rank)[:, None], tokens, 0), axis=0)
     tl.store(stage_bases_of(job, placement_ptr) + owner, before_me, mask=is_owner)
+    mine = tl.sum(tl.where((source == job.rank)[:, None], tokens, 0), axis=0)
+    sums_from = earlier_tokens + tl.cumsum(mine, axis=0) - mine
+    tl.store(sums_from_of(job, placement_ptr) + owner, sums_from, mask=is_owner)
     here = tl.sum(tl.where((owner == job.rank)[None, :], tokens, 0), axis=1)  # [source]
     first = tl.cumsum(here, axis=0) - here
     is_mine = tl.sum((owner == job.rank).to(tl.int32)) > 0
@@ -206,6 +213,7 @@ def _report(
     from_there = tl.load(from_ptrs, mask=is_counterpart, other=0)
     tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
     tl.store(tokens_from_node_ptr + node_of(job, owner), from_there, mask=is_counterpart)
+    return tl.sum(mine), tl.sum(tl.where((owner < job.rank)[None, :], tokens, 0), axis=1)
 
 
 @triton.jit
@@ -215,10 +223,12 @@ def _place_segments(
     placement_ptr,
     first_owner,
     earlier,  # my entries for the experts of the ranks before `first_owner`
+    earlier_tokens,  # my tokens for these ranks
     segments,
     sizes,
 ):
-    """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns the next `earlier`."""
+    """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns my entries and my
+    tokens for these ranks, and [WP] tokens of each rank for those of them that come before this rank."""
     source = tl.arange(0, sizes.WP)
     owner = first_owner + tl.arange(0, sizes.OWNERS)
     local = tl.arange(0, sizes.EP)
@@ -253,8 +263,8 @@ def _place_segments(
         overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    _report(job, splits_ptr, placement_ptr, owner, rows, sizes.WP)
-    return earlier + tl.sum(of_owner)
+    tokens, before_me_there = _report(job, splits_ptr, placement_ptr, owner, rows, earlier_tokens, sizes.WP)
+    return tl.sum(of_owner), tokens, before_me_there
 
 
 class Call(NamedTuple):
@@ -367,8 +377,16 @@ def splits_kernel(
         word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
         words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
         earlier = tl.zeros([], tl.int32)
+        earlier_tokens = tl.zeros([], tl.int32)
+        sums_to = tl.zeros([sizes.WP], tl.int32)
         for first_owner in range(0, job.num_ranks, sizes.OWNERS):
-            earlier = _place_segments(job, splits_ptr, placement_ptr, first_owner, earlier, segments, sizes)
+            entries_there, tokens_there, before_there = _place_segments(
+                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_tokens, segments, sizes
+            )
+            earlier += entries_there
+            earlier_tokens += tokens_there
+            sums_to += before_there
+        tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=is_rank(job, source))
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
         # Other threads read the reports just stored.

@@ -1,10 +1,14 @@
-"""Intra-node combine: publish expert outputs, then pull and sum the rows of each token.
+"""Intra-node combine: publish expert outputs, then bring together and sum the rows of each token.
 
-Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag)
+Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag). With one node
+              whose dispatches stage rows in the same memory, a kernel before reduce sets entered_flag at every rank and
+              waits until all have: until no rank reads rows of a dispatch any more
               2 stage: copy the expert rows to combine_x; or reduce: write per staging row the sum of the
-              token's rows on this rank, so that one row per (token, rank) crosses the link. The reduce goes in steps.
-              Each step has some rows of every source; with several nodes, rows of other nodes come first, then rows
-              of this one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
+              token's rows on this rank, so that one row per (token, rank) crosses the link: with one node to combine_x
+              of the token's rank, with several to combine_x of this rank. The reduce goes in steps. Each step has some
+              rows of every source, one tile of each in turn, beginning with another source on each rank; with several
+              nodes, rows of other nodes come first, then rows of this one. (OF_SLOTS: each expert row is one value, and
+              the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
@@ -15,13 +19,16 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               float32, and round once
               5 the last program of the pull, with several nodes of pull and partial, posts done_flag = epoch to every
               rank (device/staging.py)
-Layout        combine_x [capacity, H]: by output row (stage) or by staging row (reduce); combine_weight
+Layout        combine_x [capacity, H]: by output row (stage); by staging row (reduce with several nodes); by the rank
+              that sums, then by token (reduce with one node: sums_from, sums_to in device/tables.py); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
               the layer was created, STEPS per combine, above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. Rows that 4 copies ahead are of the step
               that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls and
-              partial sums of its rank: the program that posts has acquired the arrival of the others.
-Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
+              partial sums of its rank: the program that posts has acquired the arrival of the others. So no rank stores
+              to combine_x of another one that still reads it.
+Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call. The kernel
+              that enters has one program, and waits for that of every rank.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
               rank's own reduce, and with several nodes with its own partial sums, if those are launched first and all
               fit on the GPU.
@@ -37,14 +44,17 @@ from ..device.buffers import (
     COMBINE_WEIGHT,
     COMBINE_X,
     DONE_FLAG,
+    ENTERED_FLAG,
     EPOCH_COMBINE,
     PARTIAL_FLAG,
     PARTIAL_RECV,
     STATUS,
+    address_of,
+    buffer_ptrs,
     own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
-from ..device.groups import my_first, pick
+from ..device.groups import my_first
 from ..device.job import (
     Job,
     first_local,
@@ -94,11 +104,14 @@ from ..device.tables import (
     row_of,
     step_rows_of,
     step_tokens_of,
+    sums_to_of,
     tokens_per_node_of,
 )
 from ..device.waits import (
+    WAIT_COMBINE_ENTERED,
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
+    release_flags,
     wait_flags,
     wait_tagged,
 )
@@ -177,6 +190,17 @@ def _wait_free(job, WP: tl.constexpr):
 @ep_kernel(num_warps=1)
 def combine_free_kernel(job: Job, WP: tl.constexpr):
     _wait_free(job, WP)
+
+
+@ep_kernel(num_warps=1)
+def combine_enter_kernel(job: Job, LWP: tl.constexpr):
+    local = tl.arange(0, LWP)
+    ranks = first_local(job) + local
+    flag_ptrs = buffer_ptrs(job, ENTERED_FLAG, ranks, is_local(job, local), tl.int64) + local_rank(job)
+    epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
+    release_flags(flag_ptrs, is_local(job, local), tl.zeros([LWP], tl.int64) + epoch)
+    flag_ptrs = own_buffer(job, ENTERED_FLAG, tl.int64) + local
+    wait_flags(job, flag_ptrs, is_local(job, local), epoch, WAIT_COMBINE_ENTERED)
 
 
 @ep_kernel(num_warps=1)
@@ -321,17 +345,29 @@ def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
 
 
 @triton.jit
-def _source_of(number, ends):
-    """The source of tile `number`, given where the tiles of each source end [WP], and its number within that source."""
-    source = tl.sum((ends <= number).to(tl.int32))
-    return source, number - tl.max(tl.where(ends <= number, ends, 0))
+def _sums_of(job, placement_ptr, source, hidden, DTYPE: tl.constexpr):
+    """Pointer to where the sum of staging row 0 of `source` would be: with one node in combine_x of `source`, from the
+    first of my sums there on, with several in combine_x of this rank."""
+    many = has_other_nodes(job)
+    combine_ptr = address_of(job, COMBINE_X, tl.where(many, job.rank, source)).to(tl.pointer_type(DTYPE))
+    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL))
+    shift = tl.where(many, 0, tl.load(sums_to_of(job, placement_ptr) + source) - first)
+    return tl.multiple_of(combine_ptr, 16) + shift.to(tl.int64) * hidden
+
+
+@triton.jit
+def _sources_of_step(job, step):
+    """The first source of a step and the number of its sources, which follow each other modulo the ranks."""
+    others = has_other_nodes(job) & (step == 0)
+    first = first_local(job) + tl.where(others, job.ranks_per_node, 0)
+    return first, tl.where(others, job.num_ranks - job.ranks_per_node, job.ranks_per_node)
 
 
 @triton.jit
 def _reduce_item(
     rows,  # ExpertRows
     copies,  # TokenCopies
-    combine_ptr,  # combine_x
+    sums_ptr,  # from `_sums_of`
     begin,  # staging rows of one source in this step: the first one, and the end
     end,
     place,  # number of the tile among them
@@ -342,7 +378,7 @@ def _reduce_item(
     row = begin + place // tile.TILES * tile.ROWS + tl.arange(0, tile.ROWS)
     alive = row < end
     copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
-    dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
+    dest_ptrs = sums_ptr + row.to(tl.int64) * hidden
     if copies.OF_SLOTS:
         _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
     else:
@@ -365,32 +401,22 @@ def combine_reduce_kernel(
     tag = combine_tag(job, combine)
     before = staged_steps(job)
     if _wait_free(job, WP):
-        combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
         tiles_before = tl.zeros([], tl.int32)
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            if tile.STAGES > 1:
-                # One loop over the tiles of all sources, because the end of a loop ends copying ahead.
-                begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
-                tiles = tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS) * tile.TILES
-                order = tl.arange(0, WP)
-                tile_ends = tl.sum(tl.where(order[:, None] <= order[None, :], tiles[:, None], 0), axis=0)
-                all_tiles = tl.max(tile_ends)
-                mine = my_first(0, tiles_before)
-                for number in tl.range(mine, all_tiles, tl.num_programs(0), num_stages=tile.STAGES):
-                    source, place = _source_of(number, tile_ends)
-                    begin, end = pick(begins, source), pick(ends, source)
-                    _reduce_item(rows, copies, combine_ptr, begin, end, place, hidden, tile)
-                tiles_before += all_tiles
-            else:
-                for source in range(job.num_ranks):
-                    begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
-                    tiles = tl.cdiv(tl.maximum(end - begin, 0), tile.ROWS) * tile.TILES
-                    for place in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
-                        _reduce_item(rows, copies, combine_ptr, begin, end, place, hidden, tile)
-                    tiles_before += tiles
+            begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
+            most = tl.max(tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS)) * tile.TILES
+            first_source, sources = _sources_of_step(job, step)
+            # One tile of each source in turn keeps all links busy; sources with fewer tiles have empty ones at the end.
+            mine = my_first(0, tiles_before)
+            for number in tl.range(mine, most * sources, tl.num_programs(0), num_stages=tile.STAGES):
+                source = (first_source + (number + job.rank) % sources) % job.num_ranks
+                begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
+                sums_ptr = _sums_of(job, combine.placement_ptr, source, hidden, rows.y_ptr.dtype.element_ty)
+                _reduce_item(rows, copies, sums_ptr, begin, end, number // sources, hidden, tile)
+            tiles_before += most * sources
             release_staged(job, before, reached, tag, stagers)
 
 

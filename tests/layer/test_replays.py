@@ -98,12 +98,16 @@ def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ran
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 1), (2, 2)])
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
-def test_replays_of_many_tokens_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
-    """The same with kernels that overlap, and ranks of unequal numbers of tokens."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_replays_of_many_tokens_have_the_same_bits(
+    run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload, shared
+):
+    """The same with kernels that overlap, in either order, and ranks of unequal numbers of tokens."""
     if backend == "host":
         if nodes * ranks_per_node == 4:
             pytest.skip("two CPU ranks stand for four")
-        sizes = (replace(SHORT, payload=payload), False, 8, 0.01)
+        sizes = (replace(SHORT, payload=payload, shared_staging=shared), False, 8, 0.01)
     else:
-        sizes = (replace(PREFILL, payload=payload), False, pytestconfig.getoption("--replays"), 0.005)
+        case = replace(PREFILL, payload=payload, shared_staging=shared)
+        sizes = (case, False, pytestconfig.getoption("--replays"), 0.005)
     assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0

@@ -18,6 +18,7 @@ from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import exchange, low_latency
 from triton_ep.runtime.plans.residency import (
+    LITTLE_SHARED,
     Program,
     in_budget,
     most_waiting,
@@ -120,7 +121,7 @@ def test_a_combine_keeps_its_budget(budget: int, reduce: Program, pull: Program)
     assert both.overlapped == (budget > 1)
     after = budgeted_combine(budget, reduce, pull, False)
     assert not after.overlapped and after.pulling == in_budget(budget, pull)
-    assert after.publishing == min(in_budget(budget, reduce), 128)
+    assert after.publishing == in_budget(budget, reduce)
 
 
 def test_a_budget_limits_the_programs_of_a_layer() -> None:
@@ -135,14 +136,41 @@ def test_a_budget_limits_the_programs_of_a_layer() -> None:
         EPConfig(**sizes, local_world_size=4, low_latency=True, recv_capacity=64, sm_budget=8)
 
 
-def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
-    """Sums take a third inside a node; plans for several nodes and for short rows ignore the budget."""
+def test_sums_within_a_budget_take_a_part_of_a_multiprocessor() -> None:
+    """Inside a node programs that send sums take a quarter, those that add them a third, without a budget a half and a
+    third; plans for several nodes and for short rows ignore the budget."""
     shape = Shape(4096, 7168, 8, 256, 8, 8, enable_local_combine=True)
-    for plan in (lambda s: exchange.reduce(s, False), lambda s: exchange.pull(s, False, True)):
-        assert share_of_one(Program.declared(plan(replace(shape, budgeted=True)), 32)) == Fraction(1, 3)
-        assert share_of_one(Program.declared(plan(shape), 32)) == 1
+    sending = (lambda s: exchange.reduce(s, False)), Fraction(1, 4), Fraction(1, 2)
+    adding = (lambda s: exchange.pull(s, False, True)), Fraction(1, 3), Fraction(1, 3)
+    for plan, budgeted, free in (sending, adding):
+        assert share_of_one(Program.declared(plan(replace(shape, budgeted=True)), 32)) == budgeted
+        assert share_of_one(Program.declared(plan(shape), 32)) == free
         for other in (replace(shape, local_world_size=4), replace(shape, hidden=128)):
             assert plan(replace(other, budgeted=True)) == plan(other)
+
+
+@pytest.mark.parametrize("hidden", [64, 1024, 4096, 7168])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_programs_that_add_sums_leave_room_for_those_that_send_them(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, ranks: int, tokens: int
+) -> None:
+    """Wherever the programs of two layers wait, half as many that send as there are multiprocessors fit; programs with
+    little shared memory, which may keep a multiprocessor to themselves, leave some multiprocessors free."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    config = EPConfig(tokens, hidden, 8, 64, 0, ranks, ranks, enable_local_combine=True)
+    shape = config.shape(interpreted=False)
+    plans = exchange.reduce(shape, False), exchange.pull(shape, False, True)
+    send, add = (Program.declared(plan, 32) for plan in plans)
+    combining = tuning.combining_programs(config, torch.device("cpu"), send, add, True)
+    assert combining.publishing == H200 and 1 <= combining.pulling <= H200
+    assert combining.overlapped == (tokens == 4096)
+    assert 2 * combining.pulling <= most_waiting(H200, add, send, H200 // 2)
+    if add.shared_bytes < LITTLE_SHARED:
+        assert 2 * combining.pulling < H200
+    else:
+        assert combining.pulling == H200, "sums are added on fewer multiprocessors than there are"
 
 
 def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() -> None:
@@ -190,8 +218,7 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.combining_programs(config, device, whole, whole, True) == (18, 6, True)
     third = Program(8, 80)
     assert tuning.combining_programs(config, device, third, third, True) == (54, 18, True)
-    assert tuning.combining_programs(plain, device, whole, whole, True) == (112, 20, True)
-    assert tuning.combining_programs(plain, device, whole, whole, False) == (128, 20, False)
+    assert tuning.combining_programs(plain, device, whole, whole, False) == (H200, 20, False)
     splits = cast(Any, _Launched(Program(8, 128)))
     assert [tuning.packing_programs(each, splits, 3584) for each in (plain, config)] == [3584, 2 * 24]
     assert [tuning.overlaps(replace(config, sm_budget=n), device) for n in (1, 2)] == [False, True]

@@ -196,10 +196,10 @@ def test_kernels_take_what_the_entry_says() -> None:
 
     found = plans_of(config, interpreted=False)
     assert [plan.constexprs["ROWS"] for plan in found] == [2, 1, 2, 1]
-    assert [(plan.num_warps, plan.maxnreg) for plan in found] == [(16, 64), (2, 255), (32, 64), (8, 128)]
+    assert [(plan.num_warps, plan.maxnreg) for plan in found] == [(16, 64), (2, 255), (32, 64), (8, 64)]
     for interpreted in (True, False):
         built_in = plans_of(replace(config, tuned=None), interpreted)
-        assert [(plan.num_warps, plan.maxnreg) for plan in built_in] == [(16, 64), (4, 80), (32, 64), (16, 128)]
+        assert [(plan.num_warps, plan.maxnreg) for plan in built_in] == [(16, 64), (4, 80), (16, 64), (8, 64)]
     assert plans_of(config, interpreted=True) == plans_of(replace(config, tuned=None), interpreted=True)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
-from triton_ep.runtime.plans.shape import shares_of_combine, shares_of_dispatch
+from triton_ep.runtime.plans.shape import last_share_of_combine, shares_of_dispatch
 
 _CHUNK = 16  # tokens per network message
 _STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
@@ -222,9 +222,11 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
     copies = w.tokens * w.topk
     published = w.tokens * w.ranks_per_token if w.local_combine else copies
     local = (copies + published) * w.row_bytes
+    if w.local_combine and not far:  # what arrives is summed again
+        local += (published + w.tokens) * w.row_bytes
     traffic = combine_traffic(w)
     overlapped = w.local_combine and not far and w.tokens >= _OVERLAPPED_TOKENS
-    return _joined(w, machine, fixed, traffic, traffic, local, _reduced_beside if overlapped else _one_by_one)
+    return _joined(w, machine, fixed, traffic, traffic, local, _sent_beside if overlapped else _one_by_one)
 
 
 def push_steps(tokens: int) -> tuple[float, float]:
@@ -232,10 +234,9 @@ def push_steps(tokens: int) -> tuple[float, float]:
     return shares_of_dispatch(min(max(tokens // _STEP_TOKENS, 1), _STEPS))
 
 
-def _reduced_beside(wire: float, local: float) -> float:
-    """Rows are pulled while later ones are summed, in steps."""
-    first, last = shares_of_combine()
-    return max(local + last * wire, first * local + wire)
+def _sent_beside(wire: float, local: float) -> float:
+    """Sums are sent while others are computed, in steps; those of the last step are summed when they have arrived."""
+    return max(wire, local) + last_share_of_combine() * local
 
 
 def _one_by_one(wire: float, local: float) -> float:

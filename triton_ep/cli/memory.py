@@ -158,12 +158,12 @@ def _grown(config: EPConfig, sizes: Sizes) -> Sizes:
     """Sizes of an exact exchange after every token of every rank has gone to this rank's experts."""
     if config.recv_capacity is not None:
         return sizes
-    from triton_ep.context.layout import Sizes
+    from triton_ep.context.layout import sizes_of
 
     arrivals = config.world_size * config.max_tokens
     rows = arrivals * min(config.topk, config.num_experts_per_rank)
     rows += config.num_experts_per_rank * (config.alignment - 1)
-    return Sizes(config, arrival_rows=arrivals, output_rows=arrivals if config.enable_local_combine else rows)
+    return sizes_of(config, arrivals, rows)
 
 
 def page(model: str, config: EPConfig, report: Report) -> str:

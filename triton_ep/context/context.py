@@ -237,9 +237,10 @@ class DispatchCombineContext:
             HeapError: on all ranks, if one has no room.
         """
         worst = self.config.world_size * self.config.max_tokens
-        if min(self.sizes.arrival_rows, self.sizes.output_rows) < worst:
+        summed = layout.rows_of_sums(self.config) or worst
+        if self.sizes.arrival_rows < worst or self.sizes.output_rows < summed:
             self._meet()
-            self.grow(worst, worst)
+            self.grow(worst, summed)
 
     def _meet(self) -> None:
         """Wait until no rank of the group has work in flight that accesses the buffers of another rank."""

@@ -46,6 +46,7 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
         ("step_rows", PARTS * ranks_per_node),
         ("step_tokens", PARTS * num_nodes),
         ("bases", 2 * num_experts + num_ranks),
+        ("sums", 2 * num_ranks),
         ("tiles", 0),  # as many as the rows need: `tile_words`
     ):
         parts[name] = (at, count)
@@ -211,8 +212,8 @@ BUFFERS: tuple[Buffer, ...] = (
         "dispatch_output_buf",
         lambda s: (s.output_rows, s.config.hidden),
         _token,
-        "combine stage or reduce of this rank",
-        "combine pull and partial of the ranks of this node",
+        "combine stage of this rank; combine reduce of this rank, with one node of every rank",
+        "combine pull and partial of the ranks of this node; with one node, sums only of this rank",
         _DONE,
         grows="output",
     ),
@@ -356,7 +357,23 @@ BUFFERS: tuple[Buffer, ...] = (
         "low-latency dispatch",
         _EPOCH,
     ),
+    Buffer(
+        "entered_flag",
+        lambda s: (s.config.local_world_size,),
+        _fixed(torch.int64),
+        "combine enter of the ranks of this node",
+        "combine enter",
+        _EPOCH,
+    ),
 )
+
+
+def rows_of_sums(config: EPConfig) -> int:
+    """Rows of a combine buffer for the sums of a rank's tokens: with one node, one per token and rank that it goes to.
+
+    With several nodes 0: each rank keeps its sums, one per staging row, until they are read.
+    """
+    return min(config.topk, config.world_size) * config.max_tokens if config.is_intra_node else 0
 
 
 def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
@@ -375,7 +392,15 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
     else:
         output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
         arrivals = min(worst, output)
-    return Sizes(config, arrival_rows=arrivals, output_rows=output if not config.enable_local_combine else arrivals)
+    return sizes_of(config, arrivals, output)
+
+
+def sizes_of(config: EPConfig, arrival_rows: int, output_rows: int) -> Sizes:
+    """Sizes with room for these staging rows and output rows, and for the rows that combine reads."""
+    summed = rows_of_sums(config)
+    if config.enable_local_combine:
+        return Sizes(config, arrival_rows, summed or arrival_rows)
+    return Sizes(config, arrival_rows, max(output_rows, summed))
 
 
 def blocks(config: EPConfig) -> Mapping[str, tuple[str, ...]]:

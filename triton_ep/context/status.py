@@ -43,6 +43,7 @@ OPERATIONS = {
     codes.WAIT_SPLITS: Operation("the splits of all ranks (dispatch)", "splits_flag"),
     codes.WAIT_ARRIVALS: Operation("the rows of its node (dispatch)", "arrive_flag"),
     codes.WAIT_NETWORK_ROWS: Operation("the rows of another node (dispatch)", "token_flag"),
+    codes.WAIT_COMBINE_ENTERED: Operation("the ranks of this node to begin this combine (combine)", "entered_flag"),
     codes.WAIT_COMBINE_FREE: Operation("all ranks to end the previous combine (combine)", "done_flag"),
     codes.WAIT_COMBINE_STAGED: Operation("the expert outputs of its node (combine)", "staged_flag"),
     codes.WAIT_NETWORK_PARTIALS: Operation("the partial sums of another node (combine)", "partial_flag"),

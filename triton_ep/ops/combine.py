@@ -43,6 +43,7 @@ def combine(
     of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
+    _begin(ctx, desc)
     # On the side stream, later rows are summed while the first sums are pulled.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc) if out is None else out
@@ -119,6 +120,7 @@ def send(
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, fmt, desc, weights is not None)
+    _begin(ctx, desc)
     _publish(ctx, fmt, y, weights, desc, plan)
     out = _make_output(ctx, fmt, desc) if out is None else out
     return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases, split=True)
@@ -199,6 +201,14 @@ def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLa
     return torch.empty(desc.num_dispatch_token_cur_rank, fmt.hidden, dtype=fmt.dtype, device=ctx.device)
 
 
+def _begin(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> None:
+    """Check that this combine may begin; wait on the stream for the other ranks where its sums go to memory that they
+    may still read."""
+    ctx.calls.check_combine(desc.dispatch_number)
+    if ctx.config.shared_staging and ctx.config.is_intra_node and is_reduced(desc):
+        ctx.launcher(("enter",), exchange.enter).launch(1)
+
+
 def _receive(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
@@ -229,7 +239,6 @@ def _publish(
     side: torch.cuda.Stream | None = None,
 ) -> None:
     """Publish expert outputs to the ranks of this node; with local combine, sum them per token first."""
-    ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
@@ -242,7 +251,7 @@ def _publish(
             copy_rows_ptr=copy_rows,
             placement_ptr=desc.placement,
             hidden=fmt.hidden,
-            row_capacity=ctx.sizes.output_rows,
+            row_capacity=copy_rows.shape[0] if ctx.config.is_intra_node else ctx.sizes.output_rows,
             num_steps=plan.num_steps,
             call=plan.call,
             stream=side,

@@ -16,7 +16,7 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
-from triton_ep.runtime.plans.residency import Program, in_budget, most_waiting, per_multiprocessor
+from triton_ep.runtime.plans.residency import LITTLE_SHARED, Program, in_budget, most_waiting, per_multiprocessor
 from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
@@ -26,7 +26,7 @@ _EXPANDING_SHARE = (2, 1)
 """Programs that expand rows per free multiprocessor, as a fraction (tests/bench/bench_exchange_tiles.py)."""
 
 _LAYERS = 2
-"""Number of single-node layers that may dispatch at the same time without a budget."""
+"""Number of single-node layers that may dispatch or combine at the same time without a budget."""
 
 _PULL_SHARE = (1, 4)
 """Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
@@ -130,6 +130,9 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
 
     publish, pull: upper bounds of what their programs take, the same on all ranks.
     reduced: rows are summed before they are published; the sums may overlap the pull.
+
+    With one node, `reduced` sums are sent to the ranks that pull them from their own memory: both kernels then share
+    the whole GPU (`sums_here`).
     """
     pulling = exchange_programs(config.num_sm)
     if INTERPRETING:
@@ -138,11 +141,26 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
     if config.sm_budget is not None:
         budget = min(config.sm_budget, multiprocessors(device))
         return budgeted_combine(budget, publish, pull, overlapped)
+    if reduced and config.is_intra_node:
+        return Combining(local_programs(device), sums_here(multiprocessors(device), publish, pull), overlapped)
     if not overlapped:
         return Combining(local_programs(device), pulling, False)
     sending = sending_programs(config, device)
     most = most_waiting(multiprocessors(device), publish, pull, sending)
     return Combining(min(waiting_programs(multiprocessors(device), sending), most), pulling, True)
+
+
+def sums_here(multiprocessors: int, send: Program, pull: Program) -> int:
+    """Programs that sum what all ranks send here, at most one per multiprocessor.
+
+    They wait, and leave room for half as many programs that send as there are multiprocessors, even next to those of
+    another layer. Programs with little shared memory leave some multiprocessors free, because they may take all the
+    room of the others (`LITTLE_SHARED`).
+    """
+    most = most_waiting(multiprocessors, pull, send, multiprocessors // 2)
+    if pull.shared_bytes < LITTLE_SHARED:
+        most = min(most, multiprocessors - multiprocessors // 8)
+    return max(min(multiprocessors, most // _LAYERS), 1)
 
 
 def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: bool) -> Combining:

@@ -227,17 +227,21 @@ def bytes_ahead(constexprs: Mapping[str, Any], token: str) -> int:
 
 
 def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
-    """Sum expert outputs per token for the ranks of this node; `copies`: most rows per token, 1 for compact rows,
-    0 = top-k.
+    """Sum expert outputs per token: with one node into the buffers of the tokens' ranks, with several into this rank's.
+
+    copies: most rows per token, 1 for compact rows, 0 = top-k.
 
     of_slots: each row has one value, which goes to a column of its own.
     """
     most = copies or s.topk
     one_node = s.num_nodes == 1
-    if s.budgeted and one_node:
-        summing = Summing(4, 128, 4096, min(most, 4), 3)  # three programs take a multiprocessor
+    if s.budgeted and one_node and s.hidden > SHORT_ROW:
+        # Four programs take a multiprocessor, or three that copy ahead.
+        summing = Summing(4, 128, 8192, 2, 1) if most > 1 else Summing(4, 128, 4096, 1, 3)
+    elif one_node:
+        summing = Summing(16, 64, 8192, min(most, 4), 1)  # two programs do
     elif copies == 1:
-        summing = Summing(8, 96, 8192, 1, 3) if one_node else Summing(16, 128, 8192, 1, 1)
+        summing = Summing(16, 128, 8192, 1, 1)
     else:
         summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program does
     kind = {"HAS_WEIGHTS": has_weights, "TOPK": most, "OF_SLOTS": of_slots, **s.common("WP", "LWP", "MAX_PROGRAMS")}
@@ -247,6 +251,11 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     # Each load depends on another one, so many are in flight to hide the latency.
     tile = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden), "TILES": 1, "STAGES": 1}
     return replace(plan, constexprs={**plan.constexprs, **tile}, shared_bytes=0)
+
+
+def enter(s: Shape) -> Plan:
+    """Wait until no rank of this node reads rows of a dispatch any more."""
+    return Plan("combine_enter_kernel", s.common("LWP"))
 
 
 def stage(s: Shape, has_weights: bool, row_words: int) -> Plan:
@@ -273,8 +282,9 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
         tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
         return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
-    # Within a budget three programs take a multiprocessor, otherwise one does.
-    warps, registers, in_flight = (8, 80, 16384) if s.budgeted else (16, 128, 32768)
+    # Three programs that sum rows of this rank take a multiprocessor, or two next to one that sends sums. What they
+    # copy ahead keeps room for others, too (`sums_here` in ops/tuning.py).
+    warps, registers, in_flight = (8, 64, 16384) if reduced else (8, 80, 16384) if s.budgeted else (16, 128, 32768)
     elements = in_flight // max(next_power_of_2(at_once), 4)
     summing = Summing(warps, registers, elements, at_once, 3 if at_once > 2 else 5)
     return summing.plan(s, kernel, constexprs)

@@ -240,6 +240,8 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
         types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr"), f"*{s.token}")
         for biases in sorted({False, uses.biases}):
             yield KernelRequest.of(exchange.pull(s, summed, reduced, biases), types, hidden)
+    if reduced and s.num_nodes == 1:
+        yield KernelRequest.of(exchange.enter(s))
     if not reduced:
         yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.free(s))

@@ -28,6 +28,13 @@ UNCOMPILED_SHARED = 2**14
 """Most bytes of shared memory of a program of the exchange whose plan does not say (tests/gate)."""
 
 
+LITTLE_SHARED = 2**15
+"""A multiprocessor divides its memory between L1 cache and shared memory for the first program that starts on it, and
+keeps the division until it is idle. Waiting programs of a combine with 128 bytes of shared memory, one on every
+multiprocessor, kept all other programs from starting, even of one warp. With 32 KB each, or with 12 multiprocessors
+without one, they did not (H200, CUDA 13)."""
+
+
 class Multiprocessor(NamedTuple):
     """Resources shared by the programs on a multiprocessor; defaults: compute capability 9.0 and 10.0."""
 

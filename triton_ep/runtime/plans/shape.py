@@ -15,8 +15,8 @@ from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, P2P,
 
 CHUNK = 16
 """Tokens per network message."""
-STAGE_PROGRAMS = 128
-"""Most programs of the kernels that copy or sum local rows before a combine."""
+STAGE_PROGRAMS = 256
+"""Most programs of the kernels that copy or sum local rows before a combine: more than any GPU has multiprocessors."""
 ROUTING_TOKENS = 16
 """Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
 TOKEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -188,9 +188,9 @@ def shares_of_dispatch(steps: int) -> tuple[float, float]:
     return DISPATCH_BOUNDS[STEPS // steps] / PARTS, 1 - DISPATCH_BOUNDS[(steps - 1) * STEPS // steps] / PARTS
 
 
-def shares_of_combine() -> tuple[float, float]:
-    """The same for the rows of a combine of STEPS steps."""
-    return COMBINE_BOUNDS[1] / PARTS, 1 - COMBINE_BOUNDS[STEPS - 1] / PARTS
+def last_share_of_combine() -> float:
+    """Part of the rows in the last of the STEPS steps of a combine, as a fraction."""
+    return 1 - COMBINE_BOUNDS[STEPS - 1] / PARTS
 
 
 def word_type(row_bytes: int, address: int = 0) -> str:
