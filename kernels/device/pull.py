@@ -1,4 +1,4 @@
-"""Pull and sum the rows that the ranks of this node hold for a token."""
+"""Pull and sum the rows that the ranks of this node, or this rank alone, hold for a token."""
 
 from typing import Any, NamedTuple
 
@@ -50,8 +50,9 @@ class PulledRows(NamedTuple):
         hidden: elements of a row.
         row_capacity: rows of a combine buffer.
         HAS_WEIGHTS: multiply rows by their weights.
-        REDUCED: rows were reduced, in steps: indexed by staging row, a token's rows listed without gaps. Otherwise
-            rows were staged: indexed by output row.
+        REDUCED: rows were reduced, in steps, and a token's rows are listed without gaps. Otherwise rows were staged:
+            indexed by output row.
+        HERE: all rows are in the combine buffer of this rank; ranks are not read.
         PARTIAL_DTYPE: dtype of partial sums that cross nodes.
     """
 
@@ -59,21 +60,22 @@ class PulledRows(NamedTuple):
     row_capacity: Any
     HAS_WEIGHTS: tl.constexpr
     REDUCED: tl.constexpr
+    HERE: tl.constexpr
     PARTIAL_DTYPE: tl.constexpr
 
 
 class Bases(NamedTuple):
-    """Addresses [LWP] int64 of the combine buffers of this node's ranks, and of their weights."""
+    """Addresses int64 of the combine buffers of this node's ranks [LWP], or of this rank [1], and of their weights."""
 
     rows: Any
     weights: Any
 
 
 @triton.jit
-def bases_of_node(job, LWP: tl.constexpr):
-    """The `Bases` of this node."""
-    local = tl.arange(0, LWP)
-    ranks = first_local(job) + local
+def bases_of(job, HERE: tl.constexpr, LWP: tl.constexpr):
+    """The `Bases` of this node, or with HERE of this rank."""
+    local = tl.arange(0, 1 if HERE else LWP)
+    ranks = (job.rank if HERE else first_local(job)) + local
     rows = tl.load(table_ptrs(job, COMBINE_X, ranks), mask=is_local(job, local), other=0)
     return Bases(rows, tl.load(table_ptrs(job, COMBINE_WEIGHT, ranks), mask=is_local(job, local), other=0))
 
@@ -154,17 +156,21 @@ def pull_sum(
     held,  # Held
     DTYPE: tl.constexpr,
     TOPK: tl.constexpr,
+    LWP: tl.constexpr,
     tile,  # SumTile
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
     AT_ONCE: tl.constexpr = tile.AT_ONCE
-    MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, bases.rows.shape[0], AT_ONCE, tile.STAGES)
+    MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, LWP, AT_ONCE, tile.STAGES)
     entry = tl.arange(0, power_of_2(TOPK))[None, :]
     mask = alive[:, None] & (entry < TOPK)
-    peer = tl.load(held.rank_ptrs[:, None] + entry, mask=mask, other=-1)
     row = tl.load(held.row_ptrs[:, None] + entry, mask=mask, other=-1)
-    row = tl.where((row < rows.row_capacity) & on_my_node(job, peer), row, -1)
-    local = peer - first_local(job)
+    row = tl.where(row < rows.row_capacity, row, -1)
+    local = tl.zeros(row.shape, tl.int32)
+    if not rows.HERE:
+        peer = tl.load(held.rank_ptrs[:, None] + entry, mask=mask, other=-1)
+        row = tl.where(on_my_node(job, peer), row, -1)
+        local = peer - first_local(job)
     acc = _add_entries(rows, bases, acc, local, row, h, 0, fewer(AT_ONCE, MOST), DTYPE)
     for first in tl.static_range(AT_ONCE, MOST, AT_ONCE):
         if tl.max(tl.where(entry >= first, row, -1)) >= 0:

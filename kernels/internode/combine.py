@@ -24,7 +24,7 @@ from ..device.calls import MIXED_TAG, Combine, combine_tag
 from ..device.job import Job, num_nodes, other_node, state_at
 from ..device.payload import SumTile
 from ..device.post import Chunk, Network, put_chunk
-from ..device.pull import Held, PulledRows, bases_of_node, pull_sum
+from ..device.pull import Held, PulledRows, bases_of, pull_sum
 from ..device.staging import Staged, end_combine, report_staged, wait_staged
 from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
@@ -55,7 +55,7 @@ def combine_partial_kernel(
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         stride = partial_stride(rows.hidden)
         offs = tl.arange(0, tile.BLOCK_H)
-        bases = bases_of_node(job, staged.LWP)
+        bases = bases_of(job, rows.HERE, staged.LWP)
         send_ptr = own_buffer(job, PARTIAL_SEND, rows.PARTIAL_DTYPE)
         row_bytes = tl.cast(stride, tl.int64) * (rows.PARTIAL_DTYPE.primitive_bitwidth // 8)
         num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, network.CHUNK)
@@ -81,6 +81,7 @@ def combine_partial_kernel(
                         Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
                         like_x_ptr.dtype.element_ty,
                         TOPK,
+                        staged.LWP,
                         tile,
                     )
                     mask = alive[:, None] & (h + offs < rows.hidden)[None, :]

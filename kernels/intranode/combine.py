@@ -70,7 +70,7 @@ from ..device.job import (
 )
 from ..device.payload import SumTile, Tile
 from ..device.post import Network
-from ..device.pull import Held, PulledRows, bases_of_node, fewer, power_of_2, pull_sum
+from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
 from ..device.staging import (
     Staged,
     Stagers,
@@ -532,7 +532,7 @@ def combine_pull_kernel(
     row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
     num_chunks = tl.cdiv(entries.num_tokens, turns.BLOCK_T)
-    bases = bases_of_node(job, staged.LWP)
+    bases = bases_of(job, rows.HERE, staged.LWP)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
     ready = tl.load(state_at(job, STATUS)) == 0
@@ -570,6 +570,7 @@ def combine_pull_kernel(
                     Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
                     ELEMENT,
                     entries.TOPK,
+                    staged.LWP,
                     tile,
                 )
                 if NNP > 1:

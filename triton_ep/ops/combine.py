@@ -43,9 +43,8 @@ def combine(
     of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
-    _begin(ctx, desc)
     # On the side stream, later rows are summed while the first sums are pulled.
-    _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
+    _publish(ctx, fmt, y, weights, desc, plan, plan.overlapped)
     out = _make_output(ctx, fmt, desc) if out is None else out
     _receive(ctx, fmt, out, weights is not None, desc, plan, biases, split=False)
     if plan.overlapped:
@@ -120,7 +119,6 @@ def send(
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, fmt, desc, weights is not None)
-    _begin(ctx, desc)
     _publish(ctx, fmt, y, weights, desc, plan)
     out = _make_output(ctx, fmt, desc) if out is None else out
     return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases, split=True)
@@ -201,14 +199,6 @@ def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLa
     return torch.empty(desc.num_dispatch_token_cur_rank, fmt.hidden, dtype=fmt.dtype, device=ctx.device)
 
 
-def _begin(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> None:
-    """Check that this combine may begin; wait on the stream for the other ranks where its sums go to memory that they
-    may still read."""
-    ctx.calls.check_combine(desc.dispatch_number)
-    if ctx.config.shared_staging and ctx.config.is_intra_node and is_reduced(desc):
-        ctx.launcher(("enter",), exchange.enter).launch(1)
-
-
 def _receive(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
@@ -236,14 +226,22 @@ def _publish(
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
-    side: torch.cuda.Stream | None = None,
+    aside: bool = False,
 ) -> None:
-    """Publish expert outputs to the ranks of this node; with local combine, sum them per token first."""
+    """Publish expert outputs to the ranks of this node; with local combine, sum them per token first.
+
+    aside: the sums are computed on the side stream, which the caller joins.
+    """
+    ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         ctx.calls.end_loan(False)
+        if ctx.config.shared_staging and ctx.config.is_intra_node:
+            # Sums go to memory where ranks may still read rows of a dispatch.
+            ctx.launcher(("enter",), exchange.enter).launch(1)
+        side = ctx.fork() if aside else None
         _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
             plan.programs,
             y_ptr=y,

@@ -293,6 +293,7 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
     return {
         "REDUCED": reduced,
+        "HERE": reduced and s.num_nodes == 1,
         "PARTIAL_DTYPE": s.token if s.enable_local_combine else "fp32",
         "HAS_WEIGHTS": has_weights,
         "NETWORK": s.network,
