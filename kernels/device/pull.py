@@ -37,10 +37,12 @@ class Held(NamedTuple):
     Attributes:
         rank_ptrs: [ROWS] pointers to K int32 ranks.
         row_ptrs: [ROWS] pointers to K int32 rows in the combine buffers of these ranks, -1 = none.
+        TOPK: K.
     """
 
     rank_ptrs: Any
     row_ptrs: Any
+    TOPK: tl.constexpr
 
 
 class PulledRows(NamedTuple):
@@ -155,11 +157,11 @@ def pull_sum(
     h,  # first column of the tile
     held,  # Held
     DTYPE: tl.constexpr,
-    TOPK: tl.constexpr,
     LWP: tl.constexpr,
     tile,  # SumTile
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
+    TOPK: tl.constexpr = held.TOPK
     AT_ONCE: tl.constexpr = tile.AT_ONCE
     MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, LWP, AT_ONCE, tile.STAGES)
     entry = tl.arange(0, power_of_2(TOPK))[None, :]

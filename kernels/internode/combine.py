@@ -78,9 +78,8 @@ def combine_partial_kernel(
                         tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
                         alive,
                         h,
-                        Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
+                        Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK, TOPK),
                         like_x_ptr.dtype.element_ty,
-                        TOPK,
                         staged.LWP,
                         tile,
                     )

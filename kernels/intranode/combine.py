@@ -567,9 +567,8 @@ def combine_pull_kernel(
                     _first_sum(sums, at, mask),
                     alive,
                     h,
-                    Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
+                    Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK, entries.TOPK),
                     ELEMENT,
-                    entries.TOPK,
                     staged.LWP,
                     tile,
                 )

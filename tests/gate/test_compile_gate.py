@@ -45,8 +45,9 @@ SPILLS = {
     ("combine_pull_kernel", "LWP=8"): 128,
 }
 """Kernels that spill with some tiles, and their limits: MXFP8 rows of 4096, MXFP8 rows that cross nodes, and rows of
-4096 that a combine sums, whose tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100 after
-the loop over a sum, if an activation is quantised; sums that watch the flags of 8 ranks, with Triton 3.7, not 3.6."""
+4096 that a combine sums, whose tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100
+after the loop over a sum, if an activation is quantised; sums that watch the flags of 8 ranks, with Triton 3.7 but not
+3.6."""
 
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a program, on both architectures."""
