@@ -23,7 +23,7 @@ import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
 from triton_ep import distributed as ep_distributed
-from triton_ep.bench import exchange, host, plot, providers, routing, rows, run, tables, timing
+from triton_ep.bench import by_source, exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import COMPACT, Case, Settings, Shape
@@ -839,3 +839,8 @@ def test_a_wrong_sum_is_told_with_its_place() -> None:
     out[0, 3] = torch.nan
     with pytest.raises(WrongResult, match=r"in 2 of 3 tokens; of the first, 0, in 1 columns from 3"):
         exchange.check_combine(job, provider, 0, out, "bf16")
+    rows: Any = types.SimpleNamespace(job=job, fp8=False, roundings=1, copies=provider.copies)
+    with pytest.raises(
+        WrongResult, match=r"rank 2: off by nan .* in 2 of 3 tokens; of the first, 0, in 1 columns from 3"
+    ):
+        by_source.Checked.check_combine(rows, 0, out)

@@ -62,16 +62,16 @@ class Checked(ABC):
         """Check that combine sums the unchanged rows of input `number` per token.
 
         Raises:
-            WrongResult: off by more than rounding.
+            WrongResult: a sum differs by more than rounding; the message as of `origins.wrong_sums`.
         """
         x, idx = self.job.inputs[number]
         exact = x.double() * self.copies(idx).unsqueeze(1)
         limit = exact.abs() * torch.finfo(torch.bfloat16).eps * self.roundings
         if self.fp8:
             limit = limit + near(exact)
-        error = (out.double() - exact).abs()
-        if not bool((error <= limit).all()):
-            raise WrongResult(f"combine on rank {self.job.rank}: off by {error.max().item()}")
+        difference = origins.wrong_sums(out, exact, limit)
+        if difference is not None:
+            raise WrongResult(f"combine on rank {self.job.rank}: {difference}")
 
     @abstractmethod
     def copies(self, idx: torch.Tensor) -> torch.Tensor:

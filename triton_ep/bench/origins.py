@@ -85,3 +85,18 @@ def first_difference(
                 f"{int(wrong.sum())} of {want.shape[0]} rows of its chunk differ"
             )
     return None
+
+
+def wrong_sums(sums: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> str | None:
+    """Compare sums [T, H] with `exact` of float64; None, or the largest difference and where sums differ by more than
+    `limit` [T, H]. NaN differs."""
+    error = (sums.double() - exact).abs()
+    wrong = ~(error <= limit)
+    if not bool(wrong.any()):
+        return None
+    tokens = torch.nonzero(wrong.any(1)).flatten().tolist()
+    columns = torch.nonzero(wrong[tokens[0]]).flatten().tolist()
+    return (
+        f"off by {error.max().item()} where only rounding may differ, in {len(tokens)} of {wrong.shape[0]} tokens; of "
+        f"the first, {tokens[0]}, in {len(columns)} columns from {columns[0]} on"
+    )
