@@ -17,6 +17,9 @@ from .post import post_flag
 from .tables import PARTS, STEPS, parts_staged
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, last_to_arrive, release_flags, wait_tagged
 
+_MOST_WATCHED = 2048
+"""Flags in a poll."""
+
 
 class Stagers(NamedTuple):
     """Staged flags [LW, MAX_PROGRAMS], as the programs that stage rows see them.
@@ -65,17 +68,32 @@ def wait_staged(job, staged, steps, tag):
 
     steps: 0 to STEPS. tag: int64 tag of this combine.
     """
-    flag, used = _flags_of(job, staged)
-    flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
+    RANKS: tl.constexpr = _watched(staged.LWP, staged.MAX_PROGRAMS)
     before = staged_steps(job)
+    flag, used = _flags_of(job, staged, 0, RANKS)
+    flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
     ready, differ, _ = wait_tagged(job, flag_ptrs, used, before + steps, before, tag, WAIT_COMBINE_STAGED)
+    for first in tl.static_range(RANKS, staged.LWP, RANKS):
+        if ready:
+            flag, used = _flags_of(job, staged, first, RANKS)
+            flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
+            index = first * staged.MAX_PROGRAMS
+            ready, differ, _ = wait_tagged(
+                job, flag_ptrs, used, before + steps, before, tag, WAIT_COMBINE_STAGED, index
+            )
     return ready, differ
 
 
+@triton.constexpr_function
+def _watched(local_ranks, max_programs):
+    """Ranks whose flags are watched at a time: a poll of more would take a program's registers."""
+    return min(local_ranks, max(_MOST_WATCHED // max_programs, 1))
+
+
 @triton.jit
-def _flags_of(job, staged):
-    """Numbers of all staged flags, and whether each is in use."""
-    flag = tl.arange(0, staged.LWP * staged.MAX_PROGRAMS)
+def _flags_of(job, staged, first, RANKS: tl.constexpr):
+    """Numbers of the staged flags of RANKS local ranks from `first` on, and whether each is in use."""
+    flag = first * staged.MAX_PROGRAMS + tl.arange(0, RANKS * staged.MAX_PROGRAMS)
     of_rank = flag % staged.MAX_PROGRAMS
     return flag, is_local(job, flag // staged.MAX_PROGRAMS) & (of_rank < staged.num_stage_programs)
 
@@ -87,7 +105,7 @@ def report_staged(job, staged, tag):
     Separate from the wait: inside the loop that pulls rows, the report took registers from the rows in flight, and
     combine took a tenth longer (4 x H200, 4096 tokens of 7168 elements).
     """
-    flag, used = _flags_of(job, staged)
+    flag, used = _flags_of(job, staged, 0, staged.LWP)
     flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
     seen = tl.load(flag_ptrs, mask=used, other=0, volatile=True)
     known = tags_of_rows(seen, used, staged_steps(job), staged.LWP)
