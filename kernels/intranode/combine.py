@@ -50,7 +50,6 @@ from ..device.buffers import (
     PARTIAL_RECV,
     STATUS,
     address_of,
-    buffer_ptrs,
     own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
@@ -69,7 +68,7 @@ from ..device.job import (
     state_at,
 )
 from ..device.payload import SumTile, Tile
-from ..device.post import Network
+from ..device.post import Network, post_flag
 from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
 from ..device.staging import (
     Staged,
@@ -107,11 +106,11 @@ from ..device.tables import (
     sums_to_of,
     tokens_per_node_of,
 )
+from ..device.transport import P2P
 from ..device.waits import (
     WAIT_COMBINE_ENTERED,
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
-    release_flags,
     wait_flags,
     wait_tagged,
 )
@@ -194,13 +193,12 @@ def combine_free_kernel(job: Job, WP: tl.constexpr):
 
 @ep_kernel(num_warps=1)
 def combine_enter_kernel(job: Job, LWP: tl.constexpr):
-    local = tl.arange(0, LWP)
-    ranks = first_local(job) + local
-    flag_ptrs = buffer_ptrs(job, ENTERED_FLAG, ranks, is_local(job, local), tl.int64) + local_rank(job)
+    # A barrier of the one node, but for the epoch: that of this combine.
     epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
-    release_flags(flag_ptrs, is_local(job, local), tl.zeros([LWP], tl.int64) + epoch)
-    flag_ptrs = own_buffer(job, ENTERED_FLAG, tl.int64) + local
-    wait_flags(job, flag_ptrs, is_local(job, local), epoch, WAIT_COMBINE_ENTERED)
+    post_flag(job, epoch, ENTERED_FLAG, True, P2P, LWP)
+    peers = tl.arange(0, LWP)
+    flag_ptrs = own_buffer(job, ENTERED_FLAG, tl.int64) + peers
+    wait_flags(job, flag_ptrs, is_rank(job, peers), epoch, WAIT_COMBINE_ENTERED)
 
 
 @ep_kernel(num_warps=1)
@@ -335,7 +333,7 @@ def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
     steps: the first one, and the end."""
     first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=is_rank(job, source), other=0)
     count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), mask=is_rank(job, source), other=0)
-    # Some rows of every source, so that all sources can begin to pull. With several nodes two steps: rows whose sums
+    # Some rows of every source, so that all ranks can begin to pull. With several nodes two steps: rows whose sums
     # cross the network come first (internode/combine.py).
     many = has_other_nodes(job)
     mine = on_my_node(job, source) == (step > 0)

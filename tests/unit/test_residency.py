@@ -168,7 +168,7 @@ def test_programs_that_add_sums_leave_room_for_those_that_send_them(
     assert combining.overlapped == (tokens == 4096)
     assert 2 * combining.pulling <= most_waiting(H200, add, send, H200 // 2)
     if add.shared_bytes < LITTLE_SHARED:
-        assert 2 * combining.pulling < H200
+        assert 2 * combining.pulling <= H200 - H200 // 8
     else:
         assert combining.pulling == H200, "sums are added on fewer multiprocessors than there are"
 
@@ -218,6 +218,7 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.combining_programs(config, device, whole, whole, True) == (18, 6, True)
     third = Program(8, 80)
     assert tuning.combining_programs(config, device, third, third, True) == (54, 18, True)
+    assert tuning.combining_programs(plain, device, whole, whole, True) == (H200, 33, True)
     assert tuning.combining_programs(plain, device, whole, whole, False) == (H200, 20, False)
     splits = cast(Any, _Launched(Program(8, 128)))
     assert [tuning.packing_programs(each, splits, 3584) for each in (plain, config)] == [3584, 2 * 24]

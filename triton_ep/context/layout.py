@@ -359,9 +359,9 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "entered_flag",
-        lambda s: (s.config.local_world_size,),
+        _world,
         _fixed(torch.int64),
-        "combine enter of the ranks of this node",
+        "combine enter of the ranks of the one node",
         "combine enter",
         _EPOCH,
     ),

@@ -129,7 +129,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         programs: number of programs that publish.
-        pulling: number of programs that sum rows of other ranks.
+        pulling: number of programs that sum what all ranks publish.
         num_steps: steps in which rows are published.
         turns: steps in which tokens are summed.
         overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.

@@ -230,7 +230,6 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     """Sum expert outputs per token: with one node into the buffers of the tokens' ranks, with several into this rank's.
 
     copies: most rows per token, 1 for compact rows, 0 = top-k.
-
     of_slots: each row has one value, which goes to a column of its own.
     """
     most = copies or s.topk
