@@ -4,7 +4,7 @@ Shared by the intra-node and the inter-node kernels. Staging buffers of a rank: 
 staging row per (token, rank); `stage_meta` [W * max_tokens, 2 * KP] int32 holds, for each staging row, the output rows
 of its assignments (-1 = none), then their weights as float32 bits. KP is top-k rounded up to a power of two.
 
-A rank pushes its tokens in up to STEPS steps. After each step, each of its programs raises its arrival flag on every
+A rank pushes its tokens in up to STEPS steps. After each step, each of its programs raises its arrival flags on every
 rank of the node, so a receiver can work on the first rows while the last are in flight. The rank forwards the tokens
 of its counterpart on each other node in the same way. The high 32 bits of the flag count steps since the layer was
 created, STEPS per call. The low 32 bits say how far the steps reach in the receiver's staging rows of that source: the
@@ -40,29 +40,33 @@ class Sources(NamedTuple):
     counts: Any
 
 
-class Share(NamedTuple):
-    """Staging rows of one source that arrived between two waits.
+class ArrivedRows(NamedTuple):
+    """Staging rows of all ranks of a node that arrived between two waits, in tiles of rows: item i is tile
+    i // ranks per node of the rank i % ranks per node, if that tile arrived.
 
     Attributes:
-        start: first staging row of the source.
-        first, end: range of tiles of the source's rows; `end` is excluded.
-        num_rows: all rows of the source.
+        first, end: range of items; `end` is excluded.
+        starts: first staging row of each rank, a tuple of scalars.
+        befores, ends: staging rows of each rank before the first that arrived, and past the last one, likewise.
     """
 
-    start: Any
     first: Any
     end: Any
-    num_rows: Any
+    starts: Any
+    befores: Any
+    ends: Any
 
 
 class Senders(NamedTuple):
     """Arrival flags [N, LW, SENDERS], as the programs that send rows see them.
 
     Attributes:
+        num_flags: flags in use, the same number on all ranks. With fewer programs each raises several.
         LWP: ranks of a node, rounded up to a power of two.
-        SENDERS: most programs of a rank, a power of two.
+        SENDERS: most flags of a rank, a power of two.
     """
 
+    num_flags: Any
     LWP: tl.constexpr
     SENDERS: tl.constexpr
 
@@ -74,16 +78,18 @@ class Arrivals(NamedTuple):
     different values of a flag that changes, and their warps would disagree on which rows have been copied.
 
     Attributes:
-        num_senders: programs of each rank that push rows, each of which raises a flag.
-        num_forwarders: programs of each rank that forward rows of other nodes, likewise.
+        num_senders: flags of each rank that its push raises.
+        num_forwarders: flags of each rank that it raises for rows of other nodes.
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least both numbers.
+        LWP: ranks of a node, rounded up to a power of two.
     """
 
     num_senders: Any
     num_forwarders: Any
     SOURCES: tl.constexpr
     SENDERS: tl.constexpr
+    LWP: tl.constexpr
 
 
 @triton.jit
@@ -117,14 +123,15 @@ def release_arrivals(
     node,  # node of the tokens
     senders,
 ):
-    """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
+    """Raise arrive_flag[node, my local rank, f] on every rank of my node, for this program's flags f."""
     local = tl.arange(0, senders.LWP)
     peers = first_local(job) + local
     mask = is_local(job, local)
     flag_ptrs = buffer_ptrs(job, ARRIVE_FLAG, peers, mask, tl.int64)
-    flag_ptrs += (rank_of(job, node, local_rank(job))) * senders.SENDERS + tl.program_id(0)
+    flag_ptrs += (rank_of(job, node, local_rank(job))) * senders.SENDERS
     done = arrival_steps(job) + step
-    release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
+    for flag in range(tl.program_id(0), senders.num_flags, tl.num_programs(0)):
+        release_flags(flag_ptrs + flag, mask, (done << 32) | rows.to(tl.int64))
 
 
 @triton.jit
@@ -141,9 +148,41 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
 
 
 @triton.jit
-def share_of(sources, done, ready, local):
-    """Rows of one rank of the node that arrived between two waits."""
-    return Share(pick(sources.starts, local), pick(done, local), pick(ready, local), pick(sources.counts, local))
+def arrived_rows(job, sources, done, ready, ROWS: tl.constexpr, LWP: tl.constexpr):
+    """The `ArrivedRows` of a node. done, ready: [SOURCES] tiles of each rank's rows that arrived before, and by now."""
+    local = is_local(job, tl.arange(0, done.shape[0]))
+    first = tl.min(tl.where(local, done, ALL_ROWS)) * job.ranks_per_node
+    end = tl.max(tl.where(local, ready, 0)) * job.ranks_per_node
+    befores = sources.starts + done * ROWS
+    ends = sources.starts + tl.minimum(ready * ROWS, sources.counts)
+    return ArrivedRows(first, end, _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP))
+
+
+@triton.jit
+def place_of(job, arrived, item, ROWS: tl.constexpr):
+    """First staging row of an item, or of a block of items, and the end of the rows that arrived; 0 if these had
+    arrived before."""
+    rank = item % job.ranks_per_node
+    row = _one(arrived.starts, rank) + item // job.ranks_per_node * ROWS
+    return row, tl.where(row >= _one(arrived.befores, rank), _one(arrived.ends, rank), 0)
+
+
+@triton.jit
+def _each(values, NUMBER: tl.constexpr):
+    """The first elements of a vector, as scalars."""
+    each = ()
+    for i in tl.static_range(NUMBER):
+        each += (pick(values, i),)
+    return each
+
+
+@triton.jit
+def _one(each, i):
+    """Element i of a tuple of scalars."""
+    one = each[0]
+    for other in tl.static_range(1, len(each)):
+        one = tl.where(i == other, each[other], one)
+    return one
 
 
 @triton.jit

@@ -127,7 +127,7 @@ STEPS = 8
 """Most steps of a call. After each step, ranks that wait for its rows may go on."""
 PARTS = STEPS**2
 """Parts of a rank's tokens. Steps begin and end at multiples of a part."""
-DISPATCH_BOUNDS = (0, 6, 16, 29, 41, 51, 58, 63, PARTS)
+DISPATCH_BOUNDS = (0, 6, 16, 28, 40, 50, 58, 62, PARTS)
 """Parts sent after 0 to STEPS steps of a dispatch. The first step is short, because rows can be laid out only after it;
 the last is shorter, because its rows are laid out after everything else is done."""
 COMBINE_BOUNDS = (0, 8, 20, 32, 42, 51, 58, 62, PARTS)

@@ -50,6 +50,20 @@ class RowTile(NamedTuple):
     TILES: tl.constexpr
 
 
+class CopyTile(NamedTuple):
+    """Like `RowTile`, for a loop that loads rows STAGES - 1 iterations ahead (`SumTile`).
+
+    Attributes:
+        ROWS, BLOCK_H, TILES: as in `RowTile`.
+        STAGES: 1 loads nothing ahead.
+    """
+
+    ROWS: tl.constexpr
+    BLOCK_H: tl.constexpr
+    TILES: tl.constexpr
+    STAGES: tl.constexpr
+
+
 class SumTile(NamedTuple):
     """Tile of sums, and how its loop loads the rows that it sums.
 
@@ -268,6 +282,49 @@ def pack_rows(
 def store_landed(ptrs, words, mask):
     """Store words of output rows, which are more than L2 holds: they leave it before rows that have yet to be read."""
     tl.store(ptrs, words, mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def load_staged_tile(
+    row_ptrs,  # [ROWS] pointers to rows on the wire
+    here,  # [ROWS]
+    h,  # first word of the tile
+    row_words,  # words of the data
+    HAS_SCALES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Words [ROWS, BLOCK_H] from `h` on, and words of their scales [ROWS, BLOCK_H / 32]; without scales the data twice.
+
+    Words divide the rows of scales.
+    """
+    data = load_row_tile(row_ptrs, here, h, row_words, BLOCK_H)
+    if not HAS_SCALES:
+        return data, data
+    else:
+        at = h // _BLOCK + tl.arange(0, BLOCK_H // _BLOCK)[None, :]
+        mask = here[:, None] & (at < row_words // _BLOCK)
+        return data, tl.load(row_ptrs[:, None] + row_words + at, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_staged_tile(
+    out,  # Output
+    row,  # [ROWS] output rows, -1 = none
+    tile,  # from `load_staged_tile`
+    h,
+    HAS_SCALES: tl.constexpr,
+):
+    """Store a tile of rows to recv_x, and its scales, if it has any, to recv_scale."""
+    words, scales = tile
+    here = (row >= 0)[:, None]
+    row = row.to(tl.int64)[:, None]
+    offs = h + tl.arange(0, words.shape[1])[None, :]
+    store_landed(out.recv_x_ptr + row * out.row_words + offs, words, here & (offs < out.row_words))
+    if HAS_SCALES:
+        num_words = out.row_words // _BLOCK
+        at = h // _BLOCK + tl.arange(0, scales.shape[1])[None, :]
+        scale_ptr = out.recv_scale_ptr.to(tl.pointer_type(words.dtype))
+        tl.store(scale_ptr + row * num_words + at, scales, mask=here & (at < num_words), cache_modifier=".cs")
 
 
 @triton.jit

@@ -52,8 +52,8 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
                   sums            0 1, then 1 1
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
 Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
-              chunks a dispatch of 8 steps sends 12, 20, 26, 24, 20, 14, 10, 2; one of 4 steps, with the bounds 0, 16,
-              41, 58, 64, sends 32, 50, 34, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
+              chunks a dispatch of 8 steps sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with the bounds 0, 16,
+              40, 58, 64, sends 32, 48, 36, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
               62, 64 of a source's 64 rows (`staged_part`, staging.py).
 """
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import Arrivals, share_of, sources_of, wait_arrivals
+from ..device.arrivals import Arrivals, arrived_rows, place_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.host_read import is_held
@@ -32,19 +32,20 @@ from ..device.payload import (
     MX,
     WORDS,
     Choices,
+    CopyTile,
     Output,
-    Tile,
     fill_rest,
-    load_payload,
+    load_staged_tile,
     staged_rows,
-    store_landed,
-    store_scales,
+    store_staged_tile,
     wire_of,
 )
 from ..device.tables import REPORT_ARRIVALS, STEPS, expert_offsets_of, report_ptrs
 from ..spec import ep_kernel
 
 _NO_ROW = tl.constexpr(2**31 - 1)
+_ITEMS = tl.constexpr(8)
+"""Tiles of rows whose experts are stored at a time."""
 _EXPERTS = tl.constexpr(32)
 """Experts whose first rows are compared with a row number at a time."""
 
@@ -69,20 +70,17 @@ def _copy_rows(
     stage_ptr,  # bytes of staging row 0
     HAS_SCALES: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,  # tiles of a row
 ):
     """Copy staging rows to the output rows of the same numbers."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-    wire = wire_of(out.row_words, WORD, PAYLOAD)
-    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
-    offs = tl.arange(0, BLOCK_H)
-    for h in range(0, out.row_words, BLOCK_H):
-        words, scales = load_payload(row_ptrs, scale_ptrs, alive, h, out.row_words, PAYLOAD, BLOCK_H)
-        dest = out.recv_x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
-        store_landed(dest, words, alive[:, None] & (h + offs < out.row_words)[None, :])
-        if HAS_SCALES:
-            dest = out.recv_scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
-            store_scales(dest, alive, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
+    wire = wire_of(out.row_words, WORD, MX if HAS_SCALES else WORDS)
+    row_ptrs, _ = staged_rows(stage_ptr, row, wire, WORD)
+    dst = tl.where(alive, row, -1)
+    for number in tl.static_range(TILES):
+        h = number * BLOCK_H
+        words = load_staged_tile(row_ptrs, alive, h, out.row_words, HAS_SCALES, BLOCK_H)
+        store_staged_tile(out, dst, words, h, HAS_SCALES)
 
 
 @triton.jit
@@ -142,7 +140,7 @@ def compact_rows_kernel(
     arrivals: Arrivals,
     parts: Parts,
     choices: Choices,
-    tile: Tile,
+    tile: CopyTile,
 ):
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
@@ -161,22 +159,28 @@ def compact_rows_kernel(
         while (steps < STEPS) & arrived:
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
-                for local in range(job.ranks_per_node):
-                    share = share_of(sources, done, ready, local)
-                    # Shares depend on position, as in the expand kernel.
-                    for number in range(my_first(share.first, share.start // tile.ROWS), share.end, tl.num_programs(0)):
-                        row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
-                        alive = (row < share.start + share.num_rows) & (row < row_limit)
-                        _copy_rows(out, row, alive, stage_ptr, parts.HAS_SCALES, tile.BLOCK_H)
-                        if parts.HAS_IDX:
-                            _store_experts(
-                                job,
-                                recv_idx_ptr,
-                                out.recv_weights_ptr,
-                                placement_ptr,
-                                row,
-                                alive,
-                                parts.HAS_WEIGHTS,
-                                choices,
-                            )
+                news = arrived_rows(job, sources, done, ready, tile.ROWS, arrivals.LWP)
+                # Shares depend on position, as in the expand kernel.
+                first = my_first(news.first, 0)
+                for number in tl.range(first, news.end, tl.num_programs(0), num_stages=tile.STAGES):
+                    first_row, end = place_of(job, news, number, tile.ROWS)
+                    row = first_row + tl.arange(0, tile.ROWS)
+                    alive = row < tl.minimum(end, row_limit)
+                    _copy_rows(out, row, alive, stage_ptr, parts.HAS_SCALES, tile.BLOCK_H, tile.TILES)
+                if parts.HAS_IDX:  # a loop of its own: the compiler loads ahead only in loops without others inside
+                    for number in tl.range(first, news.end, tl.num_programs(0) * _ITEMS):
+                        items = number + tl.arange(0, _ITEMS) * tl.num_programs(0)
+                        first_row, end = place_of(job, news, items, tile.ROWS)
+                        row = first_row[:, None] + tl.arange(0, tile.ROWS)[None, :]
+                        alive = row < tl.minimum(end, row_limit)[:, None]
+                        _store_experts(
+                            job,
+                            recv_idx_ptr,
+                            out.recv_weights_ptr,
+                            placement_ptr,
+                            tl.reshape(row, [_ITEMS * tile.ROWS]),
+                            tl.reshape(alive, [_ITEMS * tile.ROWS]),
+                            parts.HAS_WEIGHTS,
+                            choices,
+                        )
                 done = ready

@@ -30,26 +30,37 @@ import triton
 import triton.language as tl
 
 from ..device import codes
-from ..device.arrivals import ALL_ROWS, Arrivals, Senders, release_arrivals, share_of, sources_of, wait_arrivals
+from ..device.arrivals import (
+    ALL_ROWS,
+    Arrivals,
+    Senders,
+    arrived_rows,
+    place_of,
+    release_arrivals,
+    sources_of,
+    wait_arrivals,
+)
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, is_local, my_node, num_nodes, state_at
 from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
-from ..device.mxfp8 import BLOCK, scale_value
+from ..device.mxfp8 import scale_value
 from ..device.payload import (
     MX,
     WORDS,
     Choices,
+    CopyTile,
     Output,
-    RowTile,
     Source,
     Tile,
     fill_rest,
     load_payload,
+    load_staged_tile,
     staged_rows,
     store_landed,
     store_scales,
+    store_staged_tile,
     wire_of,
 )
 from ..device.pull import fewer
@@ -139,49 +150,50 @@ def dispatch_push_kernel(
 
 
 @triton.jit
+def _copy_of(copies, k):
+    """Column k [ROWS] of copies [ROWS, KP]."""
+    return tl.sum(tl.where(tl.arange(0, copies.shape[1])[None, :] == k, copies, 0), axis=1)
+
+
+@triton.jit
 def _copy_tiles(
     out,
     stage_ptr,  # bytes of staging row 0
-    copies,  # per k [ROWS] output rows, -1 = none
+    copies,  # [ROWS, KP] output rows, -1 = none
     row,  # [ROWS] staging rows
     here,  # [ROWS] rows that arrived
     LANDING: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    choices,
+    tile,
 ):
     """Copy staging rows, unconverted, to the output rows of their assignments."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-    PAYLOAD: tl.constexpr = MX if LANDING == LANDING_MX else WORDS
-    wire = wire_of(out.row_words, WORD, PAYLOAD)
-    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
-    offs = tl.arange(0, BLOCK_H)
-    for h in range(0, out.row_words, BLOCK_H):
-        in_row = (h + offs < out.row_words)[None, :]
-        words, scales = load_payload(row_ptrs, scale_ptrs, here, h, out.row_words, PAYLOAD, BLOCK_H)
-        for k in tl.static_range(len(copies)):
-            dst = copies[k]
+    HAS_SCALES: tl.constexpr = LANDING == LANDING_MX
+    wire = wire_of(out.row_words, WORD, MX if HAS_SCALES else WORDS)
+    row_ptrs, _ = staged_rows(stage_ptr, row, wire, WORD)
+    for number in tl.static_range(tile.TILES):
+        h = number * tile.BLOCK_H
+        words = load_staged_tile(row_ptrs, here, h, out.row_words, HAS_SCALES, tile.BLOCK_H)
+        for k in tl.static_range(choices.TOPK):
+            dst = _copy_of(copies, k)
             # Most k have no assignment here: skip computing their addresses.
-            if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                dest = out.recv_x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
-                store_landed(dest, words, (dst >= 0)[:, None] & in_row)
-                if LANDING == LANDING_MX:
-                    dest = out.recv_scale_ptr + dst.to(tl.int64) * (wire.data_bytes // BLOCK)
-                    store_scales(dest, dst >= 0, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
+            if tl.max(dst) >= 0:
+                store_staged_tile(out, dst, words, h, HAS_SCALES)
 
 
 @triton.jit
 def _land_tiles(
     out,  # words are int32 or int64, one per four elements
-    stage_ptr,  # this and the next three as in `_copy_tiles`
-    copies,
+    stage_ptr,  # this and the next three as in `_copy_tiles`, but:
+    copies,  # per k [ROWS]
     row,
     here,
     LANDING: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    TILES: tl.constexpr,  # tiles of a row
+    tile,
 ):
     """Convert MXFP8 staging rows, and store them to the output rows of their assignments. Returns each row's largest
     scale byte."""
-    BLOCKS: tl.constexpr = BLOCK_H // BLOCK_WORDS
+    BLOCKS: tl.constexpr = tile.BLOCK_H // BLOCK_WORDS
     row_words = out.row_words
     row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)
     source = row_ptrs[:, None, None]
@@ -189,23 +201,23 @@ def _land_tiles(
     at, in_row = block_words(0, row_words, BLOCKS)
     words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0, eviction_policy="evict_first")
     scales = ()
-    for tile in tl.static_range(TILES):
-        scales += (load_block_scales(scale_ptrs, here, tile * BLOCK_H, row_words, BLOCKS),)
+    for number in tl.static_range(tile.TILES):
+        scales += (load_block_scales(scale_ptrs, here, number * tile.BLOCK_H, row_words, BLOCKS),)
     largest = tl.zeros(row.shape, tl.int32)
-    for tile in tl.static_range(TILES):
-        largest = tl.maximum(largest, tl.max(scales[tile], axis=1))
+    for number in tl.static_range(tile.TILES):
+        largest = tl.maximum(largest, tl.max(scales[number], axis=1))
     # Rows are whole blocks; this tells the compiler that they begin at multiples of 16 bytes.
     row_words = row_words // BLOCK_WORDS * BLOCK_WORDS
-    for tile in tl.static_range(TILES):
-        if tile > 0:
-            at, in_row = block_words(tile * BLOCK_H, row_words, BLOCKS)
+    for number in tl.static_range(tile.TILES):
+        if number > 0:
+            at, in_row = block_words(number * tile.BLOCK_H, row_words, BLOCKS)
             words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0, eviction_policy="evict_first")
         # Convert once for all assignments.
-        landed = land_words(words, scales[tile], largest, LANDING)
+        landed = land_words(words, scales[number], largest, LANDING)
         for k in tl.static_range(len(copies)):
             dst = copies[k]
             # bfloat16 changes its layout before the stores; without branches it does so once for all k.
-            if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
+            if LANDING == LANDING_BF16 or tl.max(dst) >= 0:
                 dest = out.recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
                 store_landed(dest, landed, (dst >= 0)[:, None, None] & in_row)
     return largest
@@ -215,7 +227,7 @@ def _land_tiles(
 def _expand_rows(
     job,
     out,
-    share,
+    arrived,  # ArrivedRows
     copy_rows_ptr,
     stage_capacity,
     landing,
@@ -231,34 +243,35 @@ def _expand_rows(
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
     CONVERTED: tl.constexpr = landing.LANDING == LANDING_ROW or landing.LANDING == LANDING_BF16
-    for number in range(my_first(share.first, share.start // tile.ROWS), share.end, tl.num_programs(0)):
-        row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
-        alive = row < share.start + share.num_rows
+    first = my_first(arrived.first, 0)
+    for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
+        first_row, end = place_of(job, arrived, number, tile.ROWS)
+        row = first_row + tl.arange(0, tile.ROWS)
+        alive = row < end
         meta = row.to(tl.int64) * (2 * choices.KP)
         # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
-        # Load all rows first: after the stores of one row, the next load would wait for memory each time.
-        copies = ()
-        for k in tl.static_range(choices.TOPK):
-            copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
+        mask = alive[:, None] & (ks < choices.TOPK)
+        copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
         if CONVERTED:
-            largest = _land_tiles(out, stage_ptr, copies, row, here, landing.LANDING, tile.BLOCK_H, tile.TILES)
+            # Load all rows first: after the stores of one row, the next load would wait for memory each time.
+            each = ()
+            for k in tl.static_range(choices.TOPK):
+                each += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
+            largest = _land_tiles(out, stage_ptr, each, row, here, landing.LANDING, tile)
         else:
-            _copy_tiles(out, stage_ptr, copies, row, here, landing.LANDING, tile.BLOCK_H)
-        if landing.HAS_WEIGHTS or landing.KEEP_COPY_ROWS or landing.LANDING == LANDING_ROW:
-            mask = alive[:, None] & (ks < choices.TOPK)
-            dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
-            if landing.HAS_WEIGHTS:
-                weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
-                weights = tl.where(here[:, None], weights, 0.0)
-                tl.store(out.recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
-            if landing.LANDING == LANDING_ROW:
-                # A row that never arrived is a row of zeros with scale 1, like padding.
-                scale = tl.where(here, scale_value(largest), 1.0)
-                tl.store(out.recv_scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
-            if landing.KEEP_COPY_ROWS:
-                copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
-                tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
+            _copy_tiles(out, stage_ptr, copies, row, here, landing.LANDING, choices, tile)
+        if landing.HAS_WEIGHTS:
+            weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
+            weights = tl.where(here[:, None], weights, 0.0)
+            tl.store(out.recv_weights_ptr + copies, weights, mask=copies >= 0)
+        if landing.LANDING == LANDING_ROW:
+            # A row that never arrived is a row of zeros with scale 1, like padding.
+            scale = tl.where(here, scale_value(largest), 1.0)
+            tl.store(out.recv_scale_ptr + copies, tl.broadcast_to(scale[:, None], copies.shape), mask=copies >= 0)
+        if landing.KEEP_COPY_ROWS:
+            copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
+            tl.store(copy_rows_ptr + copy, copies, mask=mask & here[:, None])
 
 
 @triton.jit
@@ -315,7 +328,7 @@ def dispatch_expand_kernel(
     arrivals: Arrivals,
     landing: Landing,
     choices: Choices,
-    tile: RowTile,
+    tile: CopyTile,
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
@@ -333,15 +346,14 @@ def dispatch_expand_kernel(
         while (steps < STEPS) & arrived:
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
-                for local in range(job.ranks_per_node):
-                    _expand_rows(
-                        job,
-                        out,
-                        share_of(sources, done, ready, local),
-                        copy_rows_ptr,
-                        stage_capacity,
-                        landing,
-                        choices,
-                        tile,
-                    )
+                _expand_rows(
+                    job,
+                    out,
+                    arrived_rows(job, sources, done, ready, tile.ROWS, arrivals.LWP),
+                    copy_rows_ptr,
+                    stage_capacity,
+                    landing,
+                    choices,
+                    tile,
+                )
                 done = ready

@@ -40,7 +40,7 @@ class CDriver:
         self.loaded += 1
         return self.loaded
 
-    def function(self, library: int, symbol: str, shared: int) -> int:
+    def function(self, library: int, symbol: str, shared: int, side_by_side: bool) -> int:
         """A handle of the kernel."""
         return 32
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,10 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
     one = KernelRequest("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
     other = KernelRequest("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
     assert one.signature() == other.signature()
-    assert KernelRequest.from_dict(json.loads(one.text())).signature() == one.signature()
+    for each in (one, replace(one, side_by_side=True)):
+        read = KernelRequest.from_dict(json.loads(each.text()))
+        assert (read.signature(), read.side_by_side) == (each.signature(), each.side_by_side)
+    assert one.signature() != replace(one, side_by_side=True).signature()
     assert one.signature() != KernelRequest("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()
 
 

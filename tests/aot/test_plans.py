@@ -46,9 +46,10 @@ def _request(spec: Any, args: Any, constexprs: dict[str, Any]) -> KernelRequest:
 
 
 def _comparable(request: KernelRequest) -> KernelRequest:
-    """Drop what the interpreter lacks (warps), and what depends there on the number of tokens (blocks to quantise)."""
+    """Drop what the interpreter lacks (warps, multiprocessors), and what depends there on the number of tokens (blocks
+    to quantise)."""
     constexprs = {name: value for name, value in request.constexprs.items() if name != "BLOCKS"}
-    return replace(request, constexprs=constexprs, num_warps=None, maxnreg=None)
+    return replace(request, constexprs=constexprs, num_warps=None, maxnreg=None, side_by_side=None)
 
 
 @contextmanager

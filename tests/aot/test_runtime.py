@@ -29,6 +29,7 @@ from triton_ep.ops import grouped_bf16
 from triton_ep.runtime import cubins as launch
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.cubins import Aot, CompiledLibrary, choose
+from triton_ep.runtime.driver import prefer_shared_memory
 from triton_ep.runtime.library import Library
 from triton_ep.runtime.plans import Plan, Shape, exchange
 
@@ -46,14 +47,16 @@ class NotingDriver:
         self.launches: list[tuple[Any, ...]] = []
         self.kinds: tuple[str, ...] = ()
         self.maps = 0
+        self.side_by_side: list[bool] = []
 
     def load(self, cubin: bytes, what: str) -> int:
         """A handle of the library."""
         self.loaded.append(what)
         return len(self.loaded)
 
-    def function(self, library: int, symbol: str, shared: int) -> str:
+    def function(self, library: int, symbol: str, shared: int, side_by_side: bool) -> str:
         """The name as handle."""
+        self.side_by_side.append(side_by_side)
         return f"{library}:{symbol}"
 
     def tensor_map(self, address: int, *about: Any) -> bytes:
@@ -116,6 +119,7 @@ _INTEGERS = {
     "num_ranks": 8,
     "ranks_per_node": 8,
     "max_tokens": 4096,
+    "num_flags": 128,
 }
 _PUSH = runtime.spec("dispatch_push_kernel")
 _KINDS = (*["ptr" if _PUSH.arguments[name][0] == "*" else "i32" for name in _PUSH.runtime_order], "ptr", "ptr")
@@ -149,7 +153,7 @@ def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compi
         function, grid, threads, stream, values = driver.launches[-1]
         assert (function, grid, threads, stream) == ("1:dispatch_push_kernel", 24, 32 * 16, 77)
         assert values == _in_order(arguments)
-    assert len(driver.loaded) == 1
+    assert len(driver.loaded) == 1 and driver.side_by_side == [True]
     launcher.launch(0, **arguments)
     assert len(driver.launches) == 2
 
@@ -172,7 +176,7 @@ def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mo
 def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once per kind of arguments: integers of a group stay run-time values, its pointers are aligned. Triton's
     launch function gets each group as a tuple, and the hooks of profilers if any."""
-    compiled, launches = [], []
+    compiled, launches, preferring = [], [], []
 
     class Compiled:
         function, packed_metadata = "function", "metadata"
@@ -190,13 +194,14 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
             return f"{grid} {stream}"
 
     monkeypatch.setattr("triton.compile", Compiled)
+    monkeypatch.setattr(runtime, "prefer_shared_memory", preferring.append)
     arguments = _push_arguments()
     bound = {name: arguments.pop(name) for name in Job._fields}
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound)
     for count in (10, 16):
         launcher.launch(24, **arguments | {"num_tokens": count})
     ((source, options),) = compiled
-    assert options["num_warps"] == 16
+    assert options["num_warps"] == 16 and preferring == ["function"]
     index = [parameter.name for parameter in _PUSH.parameters].index("job")
     assert source.signature["job"] == Job("*i64", "*i64", *["i32"] * 5)
     assert {path for path in source.attrs if path[0] == index} == {(index, 0), (index, 1)}
@@ -207,6 +212,21 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launcher, "_enter", type("Hooks", (), {"calls": ["a profiler's"]}))
     launcher.launch(24, **arguments)
     assert launches[2][6:9] == ("(24, 1, 1) 77", launcher._enter, launcher._exit)
+
+
+def test_a_refusal_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that runs beside others prefers all shared memory: attribute 9 of CUfunction_attribute, in percent."""
+    told = []
+
+    def set_attribute(function: ctypes.c_void_p, attribute: int, value: int) -> int:
+        told.append((function.value, attribute, value))
+        return 0 if len(told) == 1 else 400
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuFuncSetAttribute=set_attribute))
+    prefer_shared_memory(2**40)
+    assert told == [(2**40, 9, 100)]
+    with pytest.raises(LaunchError, match="CUDA error 400"):
+        prefer_shared_memory(2**40)
 
 
 def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:

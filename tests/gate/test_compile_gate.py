@@ -39,6 +39,8 @@ SPILL_LIMIT_OF_SHORT_ROWS = 96
 SPILLS = {
     ("dispatch_push_kernel", "BLOCK_H=512"): 144,
     ("dispatch_expand_kernel", "BLOCK_H=512"): 112,
+    ("dispatch_expand_kernel", "STAGES=3"): 80,
+    ("dispatch_expand_kernel", "LANDING=3"): 80,
     ("internode_forward_kernel", "BLOCK_H=1024"): 192,
     ("gate_up_kernel", "OUT=1"): 224,
     ("combine_reduce_kernel", "ROWS=2"): 96,
@@ -162,6 +164,10 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
 def _counted(facts: dict[str, Any]) -> int:
     """Bytes of shared memory that the plan of a variant counts for a program."""
     plan = facts["kernel"].removeprefix("combine_").removesuffix("_kernel")
+    if facts["kernel"] in ("dispatch_expand_kernel", "compact_rows_kernel"):
+        values = dict(word.split("=") for word in facts["variant"].split())
+        tile = {name: int(values[name]) for name in ("STAGES", "TILES", "ROWS", "BLOCK_H")}
+        return exchange.bytes_copied_ahead(tile) or UNCOMPILED_SHARED
     if plan not in ("reduce", "pull", "partial"):
         return UNCOMPILED_SHARED
     values = dict(word.split("=") for word in facts["variant"].split())

@@ -13,10 +13,10 @@ from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device import low_latency as turns
-from triton_ep.kernels.device.codes import WORDS
+from triton_ep.kernels.device.codes import LANDING_MX, LANDING_WORDS, WORDS
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
-from triton_ep.runtime.plans import exchange, low_latency
+from triton_ep.runtime.plans import compact, exchange, low_latency
 from triton_ep.runtime.plans.residency import (
     LITTLE_SHARED,
     Program,
@@ -25,7 +25,7 @@ from triton_ep.runtime.plans.residency import (
     per_multiprocessor,
     share_of_one,
 )
-from triton_ep.runtime.plans.shape import Plan, Shape
+from triton_ep.runtime.plans.shape import SENDING_PROGRAMS, Plan, Shape
 
 PUSH, WIDE_PUSH = Program(16, 64), Program(32, 64)
 EXPAND = Program(4, 128)
@@ -213,7 +213,7 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 56
     monkeypatch.setattr(tuning.Launcher, "num_compiled", tuning.Launcher.num_compiled + 1)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 112
-    assert len(fmt.grids) == 1, "a number that is out of date is kept"
+    assert len(fmt.grids) == 2, "a number that is out of date is kept"  # another one is of the push
     whole = Program(32, 64)
     assert tuning.combining_programs(config, device, whole, whole, True) == (18, 6, True)
     third = Program(8, 80)
@@ -279,3 +279,43 @@ def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
     assert share_of_one(push) <= share_of_one(PUSH) and share_of_one(expand) <= share_of_one(EXPAND)
     # With one warp more fit than are wanted.
     assert Expanding(H200, 20, None, True, True).programs(expand, (push,)) == (178 if warps > 1 else 224)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int) -> None:
+    """Also next to those of a second layer, wherever the waiting programs are; and most multiprocessors have one."""
+    shape = Shape(4096, 7168, 8, 256, ranks, ranks)
+    assert shape.spreads and shape.senders == SENDING_PROGRAMS < H200
+    push = Program.declared(exchange.push(shape, WORDS, 1792, True), 1)
+    expand = Program.declared(exchange.expand(shape, LANDING_WORDS, False, True, 1792), 1)
+    number = Expanding(H200, SENDING_PROGRAMS, None, True, True, True).programs(expand, (push,))
+    assert H200 < number <= 3 * H200
+    assert 2 * number <= most_waiting(H200, expand, push, SENDING_PROGRAMS)
+
+
+def test_rows_are_sent_from_everywhere_only_within_a_node_as_they_are() -> None:
+    """Not in MXFP8, between nodes, within a budget, or for few tokens; then `num_sm` programs send them."""
+    shape = Shape(4096, 7168, 8, 256, 4, 4, num_sm=24)
+    others = [{"payload": "mxfp8"}, {"local_world_size": 2}, {"budgeted": True}, {"max_tokens": 1023}]
+    assert [replace(shape, **other).spreads for other in [{}, *others]] == [True, *[False] * 4]
+    # Rows of both formats raise flags at the same places.
+    assert replace(shape, payload="mxfp8").senders == shape.senders
+
+
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+@pytest.mark.parametrize("budgeted", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_kernels_that_wait_for_each_other_divide_multiprocessors_alike(
+    ranks_per_node: int, budgeted: bool, payload: str | None
+) -> None:
+    """No program of a kernel that prefers more shared memory starts next to a waiting one that prefers less."""
+    shape = Shape(4096, 7168, 8, 256, 4, ranks_per_node, budgeted=budgeted, payload=payload)
+    plans = [
+        exchange.push(shape, WORDS, 924),
+        exchange.push(shape, WORDS, 924, True),
+        exchange.expand(shape, LANDING_WORDS if payload is None else LANDING_MX, False, True, 896),
+        compact.copy_out(shape, payload is not None, True, True, 896),
+    ]
+    assert len({plan.side_by_side for plan in plans}) == 1
+    # Only kernels that prefer all shared memory load rows ahead, into it.
+    assert all(plan.side_by_side == (plan.constexprs.get("STAGES", 3) > 1) for plan in plans[2:])

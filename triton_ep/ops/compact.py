@@ -10,7 +10,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, forwarding_programs
+from triton_ep.ops.tuning import as_words, expanding_programs, forwarding_programs, pushing_programs
 from triton_ep.runtime.plans import compact as plans
 
 
@@ -73,7 +73,7 @@ def receive(
     """
     cfg, has_scales = ctx.config, received.scale is not None
     row_bytes = fmt.hidden * received.x.element_size()
-    words = as_words(received.x, row_bytes)
+    words = as_words(received.x, row_bytes, received.scale)
     row_words = row_bytes // words.element_size()
     kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
     launcher = ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)
@@ -86,7 +86,7 @@ def receive(
         placement_ptr=placement,
         row_words=row_words,
         row_limit=received.x.shape[0],
-        num_senders=exchange_programs(cfg.num_sm),
+        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )

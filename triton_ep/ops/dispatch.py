@@ -26,6 +26,7 @@ from triton_ep.ops.tuning import (
     expanding_programs,
     forwarding_programs,
     overlaps,
+    pushing_programs,
     sends_aside,
 )
 from triton_ep.runtime.plans import exchange
@@ -52,18 +53,30 @@ def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torc
     return words, rows.scale, row_words, MX
 
 
-def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
-    """Push each row of x [T, H] once to every rank of this node that needs it; release after each step."""
-    cfg = ctx.config
+def push(
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    x: Rows,
+    routing: Routing,
+    placement: torch.Tensor,
+    overlapped: bool,
+) -> None:
+    """Push each row of x [T, H] once to every rank of this node that needs it; release after each step.
+
+    overlapped: `receive` runs concurrently.
+    """
     words, scale, row_words, payload = _source(ctx, x)
-    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt).launch(
-        exchange_programs(cfg.num_sm),
+    programs, flags, spread = pushing_programs(ctx, fmt, overlapped)
+    key = ("spread" if spread else "push", payload, row_words)
+    ctx.launcher(key, exchange.push, payload, row_words, spread, fmt=fmt).launch(
+        programs,
         x_ptr=words,
         scale_ptr=scale,
         push_addrs_ptr=routing.push_addrs,
         placement_ptr=placement,
         num_tokens=routing.num_tokens,
         row_words=row_words,
+        num_flags=flags,
     )
 
 
@@ -125,6 +138,7 @@ def forward(
         forward_ptr=tables,
         row_words=row_words,
         stage_capacity=ctx.sizes.arrival_rows,
+        num_flags=forwarding_programs(cfg, ctx.device),
     )
 
 
@@ -222,7 +236,7 @@ def receive(
         words = view_as(recv_x, _LANDED_WORDS[word])
     else:
         row_bytes = fmt.hidden * recv_x.element_size()
-        words = as_words(recv_x, row_bytes)
+        words = as_words(recv_x, row_bytes, recv_scale)
         row_words = row_bytes // words.element_size()
     kind = (landing, weights is not None, copy_rows is not None, row_words)
     launcher = ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)
@@ -236,7 +250,7 @@ def receive(
         row_words=row_words,
         num_rows=recv_x.shape[0],
         stage_capacity=ctx.sizes.arrival_rows,
-        num_senders=exchange_programs(cfg.num_sm),
+        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )

@@ -17,13 +17,16 @@ from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
 from triton_ep.runtime.plans.residency import LITTLE_SHARED, Program, in_budget, most_waiting, per_multiprocessor
-from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
+from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, SENDING_PROGRAMS, STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
 """Fewer programs that overlap an exchange would take longer than a full grid after it."""
 
 _EXPANDING_SHARE = (2, 1)
 """Programs that expand rows per free multiprocessor, as a fraction (tests/bench/bench_exchange_tiles.py)."""
+
+_EXPANDING_BESIDE = 3
+"""Programs that expand rows per multiprocessor, next to one that pushes rows, as far as there is room."""
 
 _LAYERS = 2
 """Number of single-node layers that may dispatch or combine at the same time without a budget."""
@@ -32,9 +35,6 @@ _PULL_SHARE = (1, 4)
 """Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
-
-_OVERLAPPED_TOKENS = 1024
-"""With fewer tokens per rank, two streams cost more than they save."""
 
 
 def exchange_programs(num_sm: int) -> int:
@@ -58,6 +58,37 @@ def waiting_programs(multiprocessors: int, num_sm: int) -> int:
     return min(programs, STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
 
 
+class Pushing(NamedTuple):
+    """Programs that push rows within a node.
+
+    Attributes:
+        programs: their number.
+        flags: arrival flags of a rank, the same number on all ranks, whatever their programs.
+        spread: small programs on all multiprocessors.
+    """
+
+    programs: int
+    flags: int
+    spread: bool
+
+
+def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> Pushing:
+    """Programs of the push. overlapped: rows are laid out concurrently; otherwise the caller may run kernels of its own
+    beside the push, which then has `num_sm` programs."""
+    found: Pushing | None = fmt.grids.get(("push", overlapped))
+    if found is None:
+        found = fmt.grids["push", overlapped] = _pushing(ctx, fmt, overlapped)
+    return found
+
+
+def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> Pushing:
+    programs = exchange_programs(ctx.config.num_sm)
+    if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
+        return Pushing(programs, programs, False)
+    flags = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
+    return Pushing(flags if overlapped else min(programs, flags), flags, overlapped)
+
+
 def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool) -> int:
     """Programs of the kernel that expands rows, alone or concurrently with the sending kernels it waits for.
 
@@ -69,9 +100,13 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
     num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
     if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
-        sending = cfg.num_sm + (forwarding_programs(cfg, ctx.device) if sends_aside(cfg, ctx.device) else 0)
-        grid = Expanding(multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped)
-        programs = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
+        push = pushing_programs(ctx, fmt, overlapped)
+        sending = push.programs + (forwarding_programs(cfg, ctx.device) if sends_aside(cfg, ctx.device) else 0)
+        grid = Expanding(
+            multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped, push.spread
+        )
+        senders = ("spread",) if push.spread else ("push", "send", "forward")
+        programs = grid.programs(expand.program, fmt.programs(*senders))
         fmt.grids[expand, overlapped] = Launcher.num_compiled, programs
     return int(programs)
 
@@ -82,6 +117,7 @@ class Expanding(NamedTuple):
     Attributes:
         sending: programs that send rows at the same time, of all kernels that do.
         overlapped: they run concurrently with the programs that send.
+        spread: these are small, and on all multiprocessors.
     """
 
     multiprocessors: int
@@ -89,18 +125,22 @@ class Expanding(NamedTuple):
     sm_budget: int | None
     is_intra_node: bool
     overlapped: bool
+    spread: bool = False
 
     def programs(self, expand: Program, senders: tuple[Program, ...]) -> int:
         """Number of programs that, wherever they are placed, leaves room on the GPU for the programs they wait for.
 
         Within a node it leaves room for a second layer that dispatches at the same time, too. Without a budget,
-        expanding programs take the multiprocessors that are left: their registers (triton_ep/runtime/plans/exchange.py)
-        let four fit on a multiprocessor, or one program of the push instead of two of them. With several nodes they
-        also wait for programs that take a multiprocessor each, and are as large themselves.
+        expanding programs share all multiprocessors with small programs of the push, or they take the multiprocessors
+        that are left: their registers (triton_ep/runtime/plans/exchange.py) let four fit on a multiprocessor, or one
+        program of the push instead of two of them. With several nodes they also wait for programs that take a
+        multiprocessor each, and are as large themselves.
         """
         free = self.multiprocessors - self.sending * self.overlapped
         many, each = _EXPANDING_SHARE
         wanted = many * free // each if self.is_intra_node or not self.overlapped else free
+        if self.spread:
+            wanted = _EXPANDING_BESIDE * self.multiprocessors
         if self.sm_budget is not None:
             budget = min(self.sm_budget, self.multiprocessors)
             wanted = in_budget(budget, expand, senders, self.sending * self.overlapped)
@@ -198,7 +238,7 @@ def half_of(multiprocessors: int, program: Program) -> int:
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
     """True if local work of a layer overlaps its exchange, on the side stream."""
-    if INTERPRETING or config.max_tokens < _OVERLAPPED_TOKENS:
+    if INTERPRETING or config.max_tokens < OVERLAPPED_TOKENS:
         return False
     if config.sm_budget is not None:
         return config.sm_budget > 1 and multiprocessors(device) - config.num_sm >= _LAYERS
@@ -240,13 +280,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
+def as_words(rows: torch.Tensor, row_bytes: int, scales: torch.Tensor | None = None) -> torch.Tensor:
     """View `rows` as the widest integers that fit rows of `row_bytes` and the start address.
 
     Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
+
+    scales: rows of `row_bytes` / 32 bytes that the words must fit, too.
     """
     # torch also requires the storage offset to be a multiple of the words, even where memory begins at an odd address.
     place = rows.data_ptr() | int(rows.storage_offset()) * rows.element_size()
+    if scales is not None:
+        place |= scales.data_ptr() | row_bytes // 32
     if (row_bytes | place) & 7 == 0:  # most rows
         try:
             return rows.view(torch.int64)

@@ -117,7 +117,7 @@ class CompiledLibrary:
             if entry.nvshmem:
                 heap.initialize_library(int(loaded), entry.symbol)
             self._loaded.append(loaded)
-            function = self._driver.function(loaded, entry.symbol, entry.shared)
+            function = self._driver.function(loaded, entry.symbol, entry.shared, bool(request.side_by_side))
             found = kernels[entry.file] = Kernel(entry, function, self._driver)
         return found
 

@@ -14,8 +14,17 @@ _NOT_FOR_THIS_GPU = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE",
 _ELEMENTS_OF_HOST = {8: 10, 9: 8, 10: 9}
 """CUtensorMapDataType by the number that device code uses for it, where the two differ."""
 _NEWEST_WITH_SMALL_FAULT = 13010
+_PREFERRED_CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent."""
 _DEFAULT_SHARED = 48 * 1024
 """Bytes of dynamic shared memory that a kernel may use without a function attribute."""
+
+
+def prefer_shared_memory(function: int) -> None:
+    """Make multiprocessors use as much memory as they can as shared memory while they run a kernel (CUfunction)."""
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, 100)
+    if status != 0:
+        raise LaunchError(f"setting the shared memory of a kernel failed: CUDA error {status}.")
 
 
 class Driver:
@@ -53,8 +62,9 @@ class Driver:
         self._check(status, f"loading {what}")
         return library
 
-    def function(self, library: Any, symbol: str, shared: int) -> Any:
-        """A kernel (CUfunction) of a library, allowed `shared` bytes of dynamic shared memory."""
+    def function(self, library: Any, symbol: str, shared: int, side_by_side: bool) -> Any:
+        """A kernel (CUfunction) of a library, allowed `shared` bytes of dynamic shared memory; side_by_side: as in
+        `Plan`."""
         cuda = self._cuda
         status, kernel = cuda.cuLibraryGetKernel(library, symbol.encode())
         self._check(status, f"looking up {symbol}")
@@ -64,6 +74,8 @@ class Driver:
             limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = cuda.cuFuncSetAttribute(function, limit, shared)
             self._check(status, f"allowing {symbol} {shared} bytes of shared memory")
+        if side_by_side:
+            prefer_shared_memory(int(function))
         return function
 
     def launcher(self, function: Any, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:

@@ -105,7 +105,7 @@ class JitCache:
             raise KeyError("it is of another variant")
         library = self._driver.load(cubin, entry.file)
         self._libraries.append(library)
-        function = self._driver.function(library, entry.symbol, entry.shared)
+        function = self._driver.function(library, entry.symbol, entry.shared, bool(request.side_by_side))
         return Kept(Kernel(entry, function, self._driver), Program(*told["program"]))
 
     def store(self, spec: KernelSpec, request: KernelRequest, compiled: Any, program: Program) -> None:

@@ -24,6 +24,7 @@ import torch
 from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
 from triton_ep.runtime import jit_cache
 from triton_ep.runtime.cubins import Aot, Kernel, choose
+from triton_ep.runtime.driver import prefer_shared_memory
 from triton_ep.runtime.environment import read_environment
 from triton_ep.runtime.plans.request import WORD, KernelRequest
 from triton_ep.runtime.plans.residency import Program
@@ -413,6 +414,8 @@ class Launcher:
         made = compile_by_triton(source_of(self.spec, request), options=options)
         self._told[kind] = made.launch_metadata
         made.run  # loads it  # noqa: B018
+        if request.side_by_side:
+            prefer_shared_memory(made.function)
         taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
         self._note(taken)
         if self._cache is not None and not request.calls_nvshmem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_ep.runtime.plans.exchange import EXPANDING, as_many_as_four, watched_sources
+from triton_ep.runtime.plans.exchange import EXPANDING, as_many_as_four, copy_tile, copying, watched_sources
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
 
@@ -12,14 +12,14 @@ def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_w
         "HAS_SCALES": has_scales,
         "HAS_IDX": has_idx,
         "HAS_WEIGHTS": has_weights,
-        **s.common("TOPK", "KP", "SENDERS"),
+        **s.common("TOPK", "KP", "LWP", "SENDERS"),
     }
     rows, options = s.chosen("expand")
-    tile, options = s.tile(row_words, 1024) | rows, EXPANDING | options
+    tile, options = copy_tile(s, row_words, rows), EXPANDING | options
     if not rows:
-        tile, options = as_many_as_four(s, tile, options, has_scales, row_words)
+        tile, options = as_many_as_four(s, tile, options, has_scales)
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
-    return Plan("compact_rows_kernel", constexprs | tile, **options)
+    return copying(s, "compact_rows_kernel", constexprs | tile, options)
 
 
 def token_layout_tokens(interpreted: bool) -> int:

@@ -21,11 +21,15 @@ from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, TOKEN_BYTES, Pl
 
 SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
-PACKED_BLOCKS = 256
+PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
+_COPY_STAGES = 3
+"""Of the loop that copies arrived rows."""
+_SPREAD_WORDS = 1024
+"""Most words of a row that a program on each multiprocessor sends at a time."""
 SHORT_ROW = 128
 """Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
@@ -78,8 +82,12 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
     return Plan("barrier_kernel", constexprs)
 
 
-def push(s: Shape, payload: int, row_words: int) -> Plan:
-    """Push rows to the ranks of this node."""
+def push(s: Shape, payload: int, row_words: int, spread: bool = False) -> Plan:
+    """Push rows to the ranks of this node.
+
+    spread: from all multiprocessors, next to programs that lay rows out. Stores that wait for the links hold up those
+    of all programs on their multiprocessor, so few are on their way at a time.
+    """
     # Each rank that a token may go to takes registers for an address, and so do pointers to scales.
     most = min(s.topk, s.local_world_size)
     tile = s.tile(row_words, 4096 if payload == WORDS else 2048 if most <= 4 else 1024)
@@ -90,6 +98,9 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
             tile["ROWS"] = min(tile["ROWS"], 4)
         else:  # more rows in flight take longer (4 x H200, 20 programs: 428 us with 4 rows of 8 warps, 380 so)
             tile["ROWS"], warps = 1, 16
+    if spread:
+        tile, warps = s.tile(row_words, _SPREAD_WORDS) | {"ROWS": 1}, 4
+        tile["BLOCK_H"] = min(tile["BLOCK_H"], _SPREAD_WORDS)
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
@@ -99,7 +110,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     }
     rows, options = s.chosen("push")
     options = {"num_warps": warps, "maxnreg": _PUSH_REGISTERS} | options
-    return Plan("dispatch_push_kernel", constexprs | rows, **options)
+    return Plan("dispatch_push_kernel", constexprs | rows, **options, side_by_side=s.copies_ahead)
 
 
 def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
@@ -138,7 +149,7 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": keep_copies,
-        **s.common("TOPK", "KP", "SENDERS"),
+        **s.common("TOPK", "KP", "LWP", "SENDERS"),
     }
     rows, chosen = s.chosen("expand")
     if landing in (LANDING_ROW, LANDING_BF16):
@@ -146,20 +157,39 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         tile, options, rows = s.tile(row_words, 2048), EXPANDING, {}
         most = 4 if landing == LANDING_ROW else 2
         tile["ROWS"] = tile["ROWS"] if s.interpreted else min(tile["ROWS"], most)
+        tile |= {"TILES": -(-row_words // tile["BLOCK_H"]), "STAGES": 1}
     else:
-        tile, options = s.tile(row_words, 1024) | rows, EXPANDING | chosen
-        if landing == LANDING_WORDS and not rows:  # tiles of 8 KB leave room for six programs per multiprocessor
-            tile["BLOCK_H"] = min(tile["BLOCK_H"], 2048 if s.interpreted else 1024)
-            options = EXPANDING | {"maxnreg": 80}
+        most = 1024 if landing == LANDING_WORDS else 2048
+        tile, options = copy_tile(s, row_words, rows, most), EXPANDING | chosen
     if not rows:  # tuned tiles stay as they are
-        tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX, row_words)
-    constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
-    constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
-    return Plan("dispatch_expand_kernel", constexprs, **options)
+        tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
+    constexprs |= {**tile, "SOURCES": watched_sources(s, options["num_warps"])}
+    return copying(s, "dispatch_expand_kernel", constexprs, options)
+
+
+def copy_tile(s: Shape, row_words: int, chosen: Mapping[str, int], most: int = 2048) -> dict[str, int]:
+    """Tile of a kernel that copies arrived rows. chosen: from `Shape.chosen`. most: most words of a row in a tile."""
+    tile = {**s.tile(row_words, 1024), "STAGES": _COPY_STAGES if s.copies_ahead else 1}
+    if not s.interpreted:
+        tile["BLOCK_H"] = min(tile["BLOCK_H"], 1024 if s.copies_ahead else most)
+    return {**tile, "TILES": -(-row_words // tile["BLOCK_H"]), **chosen}
+
+
+def copying(s: Shape, kernel: str, constexprs: Mapping[str, Any], options: Mapping[str, int]) -> Plan:
+    """The plan of a kernel that copies arrived rows with a tile of `copy_tile`."""
+    shared = 0 if s.interpreted else bytes_copied_ahead(constexprs)
+    return Plan(kernel, constexprs, **options, shared_bytes=shared, side_by_side=s.copies_ahead)
+
+
+def bytes_copied_ahead(constexprs: Mapping[str, Any]) -> int:
+    """Most bytes of shared memory of a program that copies rows, of words of at most 8 bytes; 0 if nothing is loaded
+    ahead."""
+    c = constexprs
+    return c["STAGES"] * c["TILES"] * c["ROWS"] * c["BLOCK_H"] * 8 + 1024 if c["STAGES"] > 1 else 0
 
 
 def as_many_as_four(
-    s: Shape, tile: dict[str, int], options: dict[str, int], has_scales: bool, row_words: int
+    s: Shape, tile: dict[str, int], options: dict[str, int], has_scales: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tile and options of a program that does the work of four, with several nodes and no budget.
 
@@ -169,9 +199,10 @@ def as_many_as_four(
     if s.num_nodes == 1 or s.budgeted or s.interpreted:
         return tile, options
     if has_scales:  # which take more registers than 16 warps leave
-        return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK)}, {"num_warps": 8, "maxnreg": 248}
-    warps, wide = 4 * options["num_warps"], 2 if tile["BLOCK_H"] < row_words else 1
+        return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK), "STAGES": 1}, {"num_warps": 8, "maxnreg": 248}
+    warps, wide = 4 * options["num_warps"], 2 if tile["TILES"] > 1 else 1
     larger = {"ROWS": min(4 // wide * tile["ROWS"], CHUNK), "BLOCK_H": wide * tile["BLOCK_H"]}
+    larger |= {"TILES": -(-tile["TILES"] // wide), "STAGES": 1}
     return {**tile, **larger}, {"num_warps": warps, "maxnreg": 2**16 // (32 * warps)}
 
 

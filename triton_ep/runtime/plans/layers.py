@@ -144,9 +144,12 @@ def _scaled(s: Shape) -> Shape:
     return replace(s, payload="mxfp8")
 
 
-def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
-    """Types and integers of a kernel that takes rows in words, and the number of words per row."""
-    word = word_type(row_bytes)
+def _words(row_bytes: int, pointer: str, has_scales: bool = False) -> tuple[dict[str, str], dict[str, int], int]:
+    """Types and integers of a kernel that takes rows in words, and the number of words per row.
+
+    has_scales: words divide the rows of scales, too.
+    """
+    word = word_type(row_bytes, row_bytes // 32 if has_scales else 0)
     row_words = row_bytes // WORD_BYTES[word]
     return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
 
@@ -158,7 +161,8 @@ def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[Ker
         sent.append((MX, s.hidden))
     for payload, row_bytes in sent:
         types, numbers, row_words = _words(row_bytes, "x_ptr")
-        yield KernelRequest.of(exchange.push(s, payload, row_words), types, numbers)
+        for spread in (False, True)[: 1 + s.spreads]:
+            yield KernelRequest.of(exchange.push(s, payload, row_words, spread), types, numbers)
         for weights in uses.weights if s.num_nodes > 1 else ():
             yield KernelRequest.of(exchange.send(s, payload, row_words, weights), types, numbers)
     row_bytes = s.payload_bytes if s.payload is None else s.hidden
@@ -171,7 +175,7 @@ def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[Ker
 
 
 def _expansions(s: Shape, uses: LayerCalls, weights: bool, row_bytes: int) -> Iterator[KernelRequest]:
-    types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+    types, numbers, row_words = _words(row_bytes, "recv_x_ptr", s.payload is not None)
     scales = {"recv_scale_ptr": "*u8"}
     landing = LANDING_WORDS if s.payload is None else LANDING_MX
     for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
@@ -189,15 +193,16 @@ def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[Ker
     for ids in given.ids:
         yield KernelRequest.of(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
     for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
-        types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+        shape = _scaled(s) if scales else s
+        types, numbers, row_words = _words(row_bytes, "recv_x_ptr", scales)
         # Without ids, a pointer to int32 stands in for them.
         yield KernelRequest.of(
-            compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers
+            compact.copy_out(shape, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers
         )
         for ids in given.ids:
             for weights in given.weights:
                 kinds = types | {"recv_idx_ptr": f"*{ids}"}
-                yield KernelRequest.of(compact.copy_out(s, scales, True, weights, row_words), kinds, numbers)
+                yield KernelRequest.of(compact.copy_out(shape, scales, True, weights, row_words), kinds, numbers)
 
 
 def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:

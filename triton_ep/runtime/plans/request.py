@@ -27,6 +27,7 @@ class KernelRequest:
         ones: integer arguments that it is specialised by and that are 1: the compiled kernel does not take them.
         unaligned: pointers to addresses that are no multiples of 16.
         num_warps, maxnreg: None: as the kernel declares.
+        side_by_side: as in `Plan`; None: no.
     """
 
     kernel: str
@@ -37,6 +38,7 @@ class KernelRequest:
     unaligned: tuple[str, ...] = ()
     num_warps: int | None = None
     maxnreg: int | None = None
+    side_by_side: bool | None = None
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class KernelRequest:
             tuple(sorted(unaligned)),
             plan.num_warps,
             plan.maxnreg,
+            plan.side_by_side or None,
         )
 
     @property

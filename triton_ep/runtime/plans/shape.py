@@ -17,6 +17,10 @@ CHUNK = 16
 """Tokens per network message."""
 STAGE_PROGRAMS = 256
 """Most programs of the kernels that copy or sum local rows before a combine: more than any GPU has multiprocessors."""
+SENDING_PROGRAMS = 128
+"""Programs that send rows from all multiprocessors at once: a power of two, because each has a flag."""
+OVERLAPPED_TOKENS = 1024
+"""With fewer tokens per rank, two streams cost more than they save."""
 ROUTING_TOKENS = 16
 """Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
 TOKEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -40,6 +44,9 @@ class Plan:
         num_warps, maxnreg: None: as the kernel declares.
         shared_bytes: upper bound of the shared memory of a program; 0: that of all kernels of the exchange
             (residency.py).
+        side_by_side: programs of different kernels share multiprocessors and wait for each other. On a multiprocessor
+            whose memory was divided for a program with little shared memory, no program starts that prefers more of
+            it. So these prefer as much as there is (4 x H200: dispatches that preferred 58 or 72 % hung).
     """
 
     kernel: str
@@ -47,11 +54,12 @@ class Plan:
     num_warps: int | None = None
     maxnreg: int | None = None
     shared_bytes: int = 0
+    side_by_side: bool = False
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal plans, and hashable."""
-        return self.kernel, self.num_warps, self.maxnreg, *self.constexprs.items()
+        return self.kernel, self.num_warps, self.maxnreg, self.side_by_side, *self.constexprs.items()
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,28 @@ class Shape:
         return -(-self.num_columns // 4) * 4 + 4
 
     @property
+    def copies_ahead(self) -> bool:
+        """Arrived rows are loaded before they are stored, next to programs that send rows: within one node, of rows
+        that travel as they are. Conversions leave too few registers."""
+        return self.num_nodes == 1 and self.payload is None
+
+    @property
+    def spreads(self) -> bool:
+        """Rows are sent by small programs on all multiprocessors, next to the programs that lay rows out: without a
+        budget, with enough tokens to overlap the two."""
+        return self.copies_ahead and self._shares_multiprocessors
+
+    @property
+    def _shares_multiprocessors(self) -> bool:
+        free = self.num_nodes == 1 and not self.budgeted and not self.interpreted
+        return free and self.max_tokens >= OVERLAPPED_TOKENS
+
+    @property
     def senders(self) -> int:
-        """Flags per rank that sends rows, one for each of its programs: a power of two. Rows of other nodes are
-        forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
-        return next_power_of_2(self.num_sm if self.num_nodes == 1 else 2 * self.num_sm)
+        """Flags per rank that sends rows, at least one for each of its programs: a power of two, the same for all rows
+        of a layer. Rows of other nodes are forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
+        programs = self.num_sm if self.num_nodes == 1 else 2 * self.num_sm
+        return next_power_of_2(max(programs, SENDING_PROGRAMS) if self._shares_multiprocessors else programs)
 
     @property
     def max_chunks(self) -> int:
