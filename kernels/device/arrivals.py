@@ -61,7 +61,8 @@ class Senders(NamedTuple):
     """Arrival flags [N, LW, SENDERS], as the programs that send rows see them.
 
     Attributes:
-        num_flags: flags in use, the same number on all ranks. With fewer programs each raises several.
+        num_flags: flags in use, the same number on all ranks and at least the programs; with fewer programs each
+            raises several.
         LWP: ranks of a node, rounded up to a power of two.
         SENDERS: most flags of a rank, a power of two.
     """
@@ -130,8 +131,11 @@ def release_arrivals(
     flag_ptrs = buffer_ptrs(job, ARRIVE_FLAG, peers, mask, tl.int64)
     flag_ptrs += (rank_of(job, node, local_rank(job))) * senders.SENDERS
     done = arrival_steps(job) + step
-    for flag in range(tl.program_id(0), senders.num_flags, tl.num_programs(0)):
-        release_flags(flag_ptrs + flag, mask, (done << 32) | rows.to(tl.int64))
+    value = (done << 32) | rows.to(tl.int64)
+    release_flags(flag_ptrs + tl.program_id(0), mask, value)
+    # Who waits acquires the first flag, too, so a release of the others would order nothing more.
+    for flag in range(tl.program_id(0) + tl.num_programs(0), senders.num_flags, tl.num_programs(0)):
+        tl.atomic_xchg(flag_ptrs + flag, value, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit

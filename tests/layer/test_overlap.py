@@ -3,6 +3,7 @@
 import random
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from tests.layer.test_large import _capture, _StaticCall
 from triton_ep import EPEvent
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, WaitTimeout
+from triton_ep.ops import tuning
+from triton_ep.ops.tuning import Pushing
 from triton_ep.testing import apply_expert
 
 SMALL = Case("small", tokens=(7, 12, 5, 9), hidden=32, topk=2, experts=2)
@@ -125,6 +128,25 @@ def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed,
         pytest.skip("needs --backend nvshmem; four CPU ranks take one case")
     steps = 80 if backend != "host" else 11 if chaos_seed is not None else 16
     run_ranks(_any_order, nodes, ranks_per_node, case, steps)
+
+
+def _more_flags_than_programs(rank, nodes, ranks_per_node, case):
+    """Ranks send with one to three programs, which raise seven flags, and watch for those of all."""
+    counts = iter([1 + rank % 3, 1 + (rank + 1) % 3])
+
+    def pushing(ctx, fmt, overlapped):
+        return Pushing(next(counts), 7, False)
+
+    with mock.patch.object(tuning, "_pushing", pushing), make_layer(case, rank, nodes, ranks_per_node, num_sm=8) as one:
+        for call in range(4):
+            combine_and_check(one, dispatch_and_check(one, case, call))
+        one.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+def test_programs_raise_the_flags_of_more(run_ranks, nodes, ranks_per_node):
+    """Ranks need not send with the same number of programs, as where only some give the receiving half to a hook."""
+    run_ranks(_more_flags_than_programs, nodes, ranks_per_node, SMALL)
 
 
 def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
