@@ -1,11 +1,10 @@
 """Intra-node dispatch: push every token once to each rank of this node that owns one of its experts, and
 expand the received rows into expert-major rows.
 
-Protocol      1 push, in steps of consecutive tokens, each step shorter than the one before: store x[token] at its
-              addresses in stage_x of the destination ranks. stage_meta of these ranks already describes the token's
-              assignments (compute/routing.py)
-              2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node. With
-              fewer programs than flags, each raises further flags, every num_programs-th
+Protocol      1 push, in steps of consecutive tokens: store x[token] at its addresses in stage_x of the destinations.
+              stage_meta of these ranks already describes the token's assignments (compute/routing.py)
+              2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node;
+              with fewer programs than flags, further ones, too
               3 expand: wait until all programs of all local ranks have finished the next step; after their last
               step, with several nodes, wait likewise for the steps of the forward kernels (internode/dispatch.py)
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
@@ -17,8 +16,8 @@ Layout        stage_x [capacity, row on the wire (device/payload.py)], by source
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all stores of the
-              program so far; its further flags follow without one. 3 acquires all flags. A release per row cuts the bandwidth to less than a third (8 x H200: 78
-              against 284 GB/s at 16 programs).
+              program so far; its further flags follow without one. 3 acquires all flags. A release per row cuts the
+              bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs).
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
