@@ -122,6 +122,9 @@ ENTRY_PULL_ROW = 6
 ENTRY_PULL_PARTIAL = 7
 """Only with several nodes."""
 
+MOST_WATCHED = 2048
+"""Flags in a poll: more would take a program's registers."""
+
 # tables.py: steps of a dispatch or combine.
 STEPS = 8
 """Most steps of a call. After each step, ranks that wait for its rows may go on."""

@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from . import codes
 from .buffers import DONE_FLAG, EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
 from .calls import CALLS_COMBINE, report_calls
 from .job import first_local, has_other_nodes, is_local, local_rank, state_at
 from .post import post_flag
 from .tables import PARTS, STEPS, parts_staged
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, last_to_arrive, release_flags, wait_tagged
-
-_MOST_WATCHED = 2048
-"""Flags in a poll."""
 
 
 class Stagers(NamedTuple):
@@ -86,8 +84,8 @@ def wait_staged(job, staged, steps, tag):
 
 @triton.constexpr_function
 def _watched(local_ranks, max_programs):
-    """Ranks whose flags are watched at a time: a poll of more would take a program's registers."""
-    return min(local_ranks, max(_MOST_WATCHED // max_programs, 1))
+    """Ranks whose flags are watched at a time."""
+    return min(local_ranks, max(codes.MOST_WATCHED // max_programs, 1))
 
 
 @triton.jit

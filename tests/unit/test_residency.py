@@ -294,8 +294,10 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
 
 
 def test_rows_are_sent_from_everywhere_only_within_a_node_as_they_are() -> None:
-    """Not in MXFP8, between nodes, within a budget, or for few tokens; then `num_sm` programs send them."""
+    """Not in MXFP8, between nodes, within a budget, for few tokens, or to more than 16 ranks; then `num_sm` programs
+    send them."""
     shape = Shape(4096, 7168, 8, 256, 4, 4, num_sm=24)
+    assert [replace(shape, world_size=n, local_world_size=n).spreads for n in (16, 17, 32)] == [True, False, False]
     others = [{"payload": "mxfp8"}, {"local_world_size": 2}, {"budgeted": True}, {"max_tokens": 1023}]
     assert [replace(shape, **other).spreads for other in [{}, *others]] == [True, *[False] * 4]
     # Rows of both formats raise flags at the same places.

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
-from triton_ep.runtime.plans.shape import last_share_of_combine, shares_of_dispatch
+from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, last_share_of_combine, shares_of_dispatch
 
 _CHUNK = 16  # tokens per network message
 _STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
 _STEP_TOKENS = 256  # fewest tokens in a step of the push
-_OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs after the exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +200,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
     traffic = dispatch_traffic(w, payload)
     sent = replace(traffic, nic=traffic.nic * w.message_bytes(payload) / wire_row)  # tables travel with the rows
     expanded = (w.tokens * w.ranks_per_token + w.output_rows) * wire_row
-    if w.tokens < _OVERLAPPED_TOKENS:
+    if w.tokens < OVERLAPPED_TOKENS:
         return _joined(w, machine, fixed, traffic, sent, expanded, _one_by_one)
 
     def beside(wire: float, local: float) -> float:
@@ -225,7 +224,7 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
     if w.local_combine and not far:  # what arrives is summed again
         local += (published + w.tokens) * w.row_bytes
     traffic = combine_traffic(w)
-    overlapped = w.local_combine and not far and w.tokens >= _OVERLAPPED_TOKENS
+    overlapped = w.local_combine and not far and w.tokens >= OVERLAPPED_TOKENS
     return _joined(w, machine, fixed, traffic, traffic, local, _sent_beside if overlapped else _one_by_one)
 
 

@@ -99,8 +99,8 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False) -> Plan:
         else:  # more rows in flight take longer (4 x H200, 20 programs: 428 us with 4 rows of 8 warps, 380 so)
             tile["ROWS"], warps = 1, 16
     if spread:
-        tile, warps = s.tile(row_words, _SPREAD_WORDS) | {"ROWS": 1}, 4
-        tile["BLOCK_H"] = min(tile["BLOCK_H"], _SPREAD_WORDS)
+        # Addresses of several short rows would spill registers.
+        tile, warps = s.tile(row_words, _SPREAD_WORDS, _SPREAD_WORDS) | {"ROWS": 1}, 4
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
@@ -169,10 +169,8 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
 
 def copy_tile(s: Shape, row_words: int, chosen: Mapping[str, int], most: int = 2048) -> dict[str, int]:
     """Tile of a kernel that copies arrived rows. chosen: from `Shape.chosen`. most: most words of a row in a tile."""
-    tile = {**s.tile(row_words, 1024), "STAGES": _COPY_STAGES if s.copies_ahead else 1}
-    if not s.interpreted:
-        tile["BLOCK_H"] = min(tile["BLOCK_H"], 1024 if s.copies_ahead else most)
-    return {**tile, "TILES": -(-row_words // tile["BLOCK_H"]), **chosen}
+    tile = {**s.tile(row_words, 1024, 1024 if s.copies_ahead else most), **chosen}
+    return {**tile, "TILES": -(-row_words // tile["BLOCK_H"]), "STAGES": _COPY_STAGES if s.copies_ahead else 1}
 
 
 def copying(s: Shape, kernel: str, constexprs: Mapping[str, Any], options: Mapping[str, int]) -> Plan:
@@ -199,10 +197,10 @@ def as_many_as_four(
     if s.num_nodes == 1 or s.budgeted or s.interpreted:
         return tile, options
     if has_scales:  # which take more registers than 16 warps leave
-        return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK), "STAGES": 1}, {"num_warps": 8, "maxnreg": 248}
+        return {**tile, "ROWS": min(4 * tile["ROWS"], CHUNK)}, {"num_warps": 8, "maxnreg": 248}
     warps, wide = 4 * options["num_warps"], 2 if tile["TILES"] > 1 else 1
     larger = {"ROWS": min(4 // wide * tile["ROWS"], CHUNK), "BLOCK_H": wide * tile["BLOCK_H"]}
-    larger |= {"TILES": -(-tile["TILES"] // wide), "STAGES": 1}
+    larger["TILES"] = -(-tile["TILES"] // wide)
     return {**tile, **larger}, {"num_warps": warps, "maxnreg": 2**16 // (32 * warps)}
 
 

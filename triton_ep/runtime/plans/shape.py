@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, P2P, PARTS, STEPS
+from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, MOST_WATCHED, P2P, PARTS, STEPS
 
 CHUNK = 16
 """Tokens per network message."""
@@ -125,13 +125,14 @@ class Shape:
     @property
     def spreads(self) -> bool:
         """Rows are sent by small programs on all multiprocessors, next to the programs that lay rows out: without a
-        budget, with enough tokens to overlap the two."""
+        budget, with enough tokens to overlap the two, and not to more ranks than programs can watch."""
         return self.copies_ahead and self._shares_multiprocessors
 
     @property
     def _shares_multiprocessors(self) -> bool:
         free = self.num_nodes == 1 and not self.budgeted and not self.interpreted
-        return free and self.max_tokens >= OVERLAPPED_TOKENS
+        flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
+        return free and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
 
     @property
     def senders(self) -> int:
@@ -177,9 +178,10 @@ class Shape:
         }
         return {name: values[name] for name in names}
 
-    def tile(self, row_elements: int, elements: int = 4096) -> dict[str, int]:
-        """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: about `elements` words at a time."""
-        return self._tile(row_elements, 2048, elements)
+    def tile(self, row_elements: int, elements: int = 4096, most: int = 2048) -> dict[str, int]:
+        """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: about `elements` words at a time, at most
+        `most` of a row."""
+        return self._tile(row_elements, most, elements)
 
     def row_tile(self, elements: int) -> dict[str, int]:
         """ROWS, BLOCK_H and TILES of kernels that sum rows, about `elements` elements at a time."""
