@@ -211,7 +211,8 @@ def _store_packed(
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * arrivals.row_bytes
-    tl.store(arrivals.push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
+    pushed = here & ((owner != job.rank) | (arrivals.in_place == 0))
+    tl.store(arrivals.push_addrs_ptr + at, tl.where(pushed, addrs, 0), mask=mask)
     pull_rank_ptr = entry_field(entries, PULL_RANK)
     many = has_other_nodes(job)
     tl.store(pull_rank_ptr + at, tl.where(here, tl.where(many, owner, job.rank), -1), mask=mask)
@@ -235,12 +236,17 @@ class ArrivalRows(NamedTuple):
     """Staging rows of the tokens.
 
     Attributes:
-        push_addrs_ptr: out [T, K] int64, addresses of staging rows, then zeros.
+        push_addrs_ptr: out [T, K] int64, addresses of staging rows, then zeros; with `in_place` also zero for rows
+            that the rank sends to itself.
+        tokens_ptr: out int32, with `in_place` the token of each of these rows, in the order of their staging rows.
+        in_place: as in OwnRows (device/arrivals.py).
         row_bytes: bytes of a row on the wire.
         stage_capacity: staging rows of a rank.
     """
 
     push_addrs_ptr: Any
+    tokens_ptr: Any
+    in_place: Any
     row_bytes: Any
     stage_capacity: Any
 
@@ -266,6 +272,7 @@ class Sizes(NamedTuple):
     weights_ptr="*fp32",
     chunks_ptr="*i32",
     push_addrs_ptr="*i64",
+    tokens_ptr="*i32",
     specialised=("row_bytes",),
 )
 def routing_slots_kernel(
@@ -306,6 +313,8 @@ def routing_slots_kernel(
     slot = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
     first = slot >= 0
     slot += tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
+    if arrivals.in_place != 0:
+        tl.store(arrivals.tokens_ptr + slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
     stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
     sum_row = slot + tl.load(sums_from_of(job, placement_ptr) + owner, mask=first, other=0)
     stage_row = tl.where(first, stage_row, -1)

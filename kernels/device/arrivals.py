@@ -40,18 +40,35 @@ class Sources(NamedTuple):
     counts: Any
 
 
+class OwnRows(NamedTuple):
+    """Rows that this rank sends to itself.
+
+    Attributes:
+        x_ptr: the rows in wire form, as the caller gave them or as they were packed.
+        tokens_ptr: int32, the token of each of them, in the order of their staging rows (compute/routing.py).
+        in_place: 1: they are neither pushed nor staged, but read from x_ptr. 0: they are staged like all others.
+    """
+
+    x_ptr: Any
+    tokens_ptr: Any
+    in_place: Any
+
+
 class ArrivedRows(NamedTuple):
-    """Staging rows of all ranks of a node that arrived between two waits, in tiles of rows: item i is tile
-    i // ranks per node of the rank i % ranks per node, if that tile arrived.
+    """Staging rows of some ranks of a node that arrived between two waits, in tiles of rows: item i is tile
+    i // num_ranks of the rank that comes i % num_ranks after the first, if that tile arrived.
 
     Attributes:
         first, end: range of items; `end` is excluded.
-        starts: first staging row of each rank, a tuple of scalars.
+        first_rank, num_ranks: these ranks, by their numbers within the node, modulo the ranks per node.
+        starts: first staging row of each rank of the node, a tuple of scalars.
         befores, ends: staging rows of each rank before the first that arrived, and past the last one, likewise.
     """
 
     first: Any
     end: Any
+    first_rank: Any
+    num_ranks: Any
     starts: Any
     befores: Any
     ends: Any
@@ -152,22 +169,39 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
 
 
 @triton.jit
-def arrived_rows(job, sources, done, ready, ROWS: tl.constexpr, LWP: tl.constexpr):
-    """The `ArrivedRows` of a node. done, ready: [SOURCES] tiles of each rank's rows that arrived before, and by now."""
-    local = is_local(job, tl.arange(0, done.shape[0]))
-    first = tl.min(tl.where(local, done, ALL_ROWS)) * job.ranks_per_node
-    end = tl.max(tl.where(local, ready, 0)) * job.ranks_per_node
+def own_rows(job, placement_ptr, ROWS: tl.constexpr, LWP: tl.constexpr):
+    """All rows of this rank, as the only `ArrivedRows`."""
+    start = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_FIRST_ARRIVAL))
+    count = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS_HERE))
+    starts = ()
+    ends = ()
+    for _ in tl.static_range(LWP):
+        starts += (start,)
+        ends += (start + count,)
+    return ArrivedRows(tl.zeros([], tl.int32), tl.cdiv(count, ROWS), local_rank(job), 1, starts, starts, ends)
+
+
+@triton.jit
+def arrived_rows(job, sources, done, ready, own_done, ROWS: tl.constexpr, LWP: tl.constexpr):
+    """The `ArrivedRows` of a node. done, ready: [SOURCES] tiles of each rank's rows that arrived before, and by now;
+    own_done: those of this rank are left out, because they have been laid out (`own_rows`)."""
+    source = tl.arange(0, done.shape[0])
+    taken = is_local(job, source) & ((source != local_rank(job)) | (own_done == 0))
+    num_ranks = tl.maximum(job.ranks_per_node - own_done, 1)
+    end = tl.max(tl.where(taken, ready, 0))
+    first = tl.minimum(tl.min(tl.where(taken, done, ALL_ROWS)), end) * num_ranks
     befores = sources.starts + done * ROWS
     ends = sources.starts + tl.minimum(ready * ROWS, sources.counts)
-    return ArrivedRows(first, end, _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP))
+    each = _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP)
+    return ArrivedRows(first, end * num_ranks, local_rank(job) + own_done, num_ranks, each[0], each[1], each[2])
 
 
 @triton.jit
 def place_of(job, arrived, item, ROWS: tl.constexpr):
     """First staging row of an item, or of a block of items, and the end of the rows that arrived; 0 if these had
     arrived before."""
-    rank = item % job.ranks_per_node
-    row = _one(arrived.starts, rank) + item // job.ranks_per_node * ROWS
+    rank = (arrived.first_rank + item % arrived.num_ranks) % job.ranks_per_node
+    row = _one(arrived.starts, rank) + item // arrived.num_ranks * ROWS
     return row, tl.where(row >= _one(arrived.befores, rank), _one(arrived.ends, rank), 0)
 
 

@@ -4,10 +4,10 @@ A *tile* is [ROWS, BLOCK_H]. It holds several rows so that a program has several
 because the interpreter pays per operation, not per element.
 
 The *payload* of a row is opaque words, or the row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0 scale byte
-per 32 elements, padded to 16 bytes. A low-latency dispatch quantises rows itself (QUANTISE). Any other has them
-quantised and packed in this form before (`pack_rows`), and sends opaque words; rows that the caller has quantised come
-with their scales apart (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
-scales, padded to 112: in words of 4 bytes, 24 words of data and 28 from one row to the next.
+per 32 elements, padded to 128 bytes (`ROW_UNIT`). A low-latency dispatch quantises rows itself (QUANTISE). Any other
+has them quantised and packed in this form before (`pack_rows`), and sends opaque words; rows that the caller has
+quantised come with their scales apart (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of
+data and 3 of scales, padded to 128: in words of 4 bytes, 24 words of data and 32 from one row to the next.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from .mxfp8 import MODE_RCEIL, quantize_tile
 WORDS = tl.constexpr(codes.WORDS)
 QUANTISE = tl.constexpr(codes.QUANTISE)
 MX = tl.constexpr(codes.MX)
+ROW_UNIT = tl.constexpr(codes.ROW_UNIT)
 _BLOCK = tl.constexpr(32)
 _FILLED_BITS = tl.constexpr(8 * 1024)
 
@@ -197,8 +198,8 @@ def wire_of(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
     if PAYLOAD == WORDS:
         return Wire(tl.cast(row_words, tl.int64), data_bytes, data_bytes)
     else:
-        sixteens = (data_bytes + data_bytes // _BLOCK + 15) // 16
-        return Wire(sixteens * (16 // WORD_BYTES), data_bytes, sixteens * 16)
+        units = (data_bytes + data_bytes // _BLOCK + ROW_UNIT - 1) // ROW_UNIT
+        return Wire(units * (ROW_UNIT // WORD_BYTES), data_bytes, units * ROW_UNIT)
 
 
 @triton.jit

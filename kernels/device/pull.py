@@ -115,12 +115,25 @@ def _pointers(bases, local, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _entry(job, rows, alive, held, k):
+    """Entry k of each token: its local rank [ROWS], and its row in the combine buffer there, -1 = none.
+
+    Each column is loaded by itself: columns of one block [ROWS, K] would have to be exchanged between threads.
+    """
+    number = tl.load(held.row_ptrs + k, mask=alive, other=-1)
+    number = tl.where(number < rows.row_capacity, number, -1)
+    if rows.HERE:
+        return tl.zeros(number.shape, tl.int32), number
+    peer = tl.load(held.rank_ptrs + k, mask=alive, other=-1)
+    return peer - first_local(job), tl.where(on_my_node(job, peer), number, -1)
+
+
+@triton.jit
 def _add_entries(
     rows,  # PulledRows
     bases,  # Bases
     acc,  # [ROWS, BLOCK_H] float32
-    local,  # [ROWS, KP] local ranks
-    row,  # [ROWS, KP] rows in their combine buffers, -1 = none
+    entries,  # of `_entry`, one after the other
     h,  # first column of the tile
     FIRST: tl.constexpr,
     END: tl.constexpr,
@@ -128,12 +141,10 @@ def _add_entries(
 ):
     """Add to `acc` the rows of entries FIRST to END - 1, all of which are loaded first."""
     offs = h + tl.arange(0, acc.shape[1])[None, :]
-    entry = tl.arange(0, row.shape[1])[None, :]
     tiles = ()
     weights = ()
     for k in tl.static_range(FIRST, END):
-        number = tl.max(tl.where(entry == k, row, -1), axis=1)
-        rank = tl.sum(tl.where(entry == k, local, 0), axis=1)
+        rank, number = entries[k]
         here = number >= 0
         source = _pointers(bases.rows, rank, DTYPE) + number.to(tl.int64) * rows.hidden
         tiles += (tl.load(source[:, None] + offs, mask=here[:, None] & (offs < rows.hidden), other=0.0),)
@@ -164,17 +175,14 @@ def pull_sum(
     TOPK: tl.constexpr = held.TOPK
     AT_ONCE: tl.constexpr = tile.AT_ONCE
     MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, LWP, AT_ONCE, tile.STAGES)
-    entry = tl.arange(0, power_of_2(TOPK))[None, :]
-    mask = alive[:, None] & (entry < TOPK)
-    row = tl.load(held.row_ptrs[:, None] + entry, mask=mask, other=-1)
-    row = tl.where(row < rows.row_capacity, row, -1)
-    local = tl.zeros(row.shape, tl.int32)
-    if not rows.HERE:
-        peer = tl.load(held.rank_ptrs[:, None] + entry, mask=mask, other=-1)
-        row = tl.where(on_my_node(job, peer), row, -1)
-        local = peer - first_local(job)
-    acc = _add_entries(rows, bases, acc, local, row, h, 0, fewer(AT_ONCE, MOST), DTYPE)
+    entries = ()
+    for k in tl.static_range(MOST):
+        entries += (_entry(job, rows, alive, held, k),)
+    acc = _add_entries(rows, bases, acc, entries, h, 0, fewer(AT_ONCE, MOST), DTYPE)
     for first in tl.static_range(AT_ONCE, MOST, AT_ONCE):
-        if tl.max(tl.where(entry >= first, row, -1)) >= 0:
-            acc = _add_entries(rows, bases, acc, local, row, h, first, fewer(first + AT_ONCE, MOST), DTYPE)
+        most = entries[first][1]
+        for k in tl.static_range(first + 1, MOST):
+            most = tl.maximum(most, entries[k][1])
+        if tl.max(most) >= 0:
+            acc = _add_entries(rows, bases, acc, entries, h, first, fewer(first + AT_ONCE, MOST), DTYPE)
     return acc

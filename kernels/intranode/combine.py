@@ -53,7 +53,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
-from ..device.groups import my_first
+from ..device.groups import my_first, pick
 from ..device.job import (
     Job,
     first_local,
@@ -294,6 +294,13 @@ def _reduce_tile(
     one rank. The same instructions for all K slots take less time if others can be spared for them.
     """
     offs = (h + tl.arange(0, tile.BLOCK_H))[None, :]
+    dest_ptrs = dest_ptrs[:, None] + offs
+    mask = alive[:, None] & (offs < hidden)
+    if TOPK == 1 and not rows.HAS_WEIGHTS:  # opaque elements take fewer registers
+        copy = tl.load(copies_ptrs, mask=alive, other=-1)
+        source_ptrs = rows.y_ptr + copy.to(tl.int64)[:, None] * hidden + offs
+        tl.store(dest_ptrs, tl.load(source_ptrs, mask=mask & (copy >= 0)[:, None], other=0.0), mask=mask)
+        return
     acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
     if tile.AT_ONCE < TOPK:
         slot = tl.arange(0, power_of_2(TOPK))[None, :]
@@ -308,7 +315,7 @@ def _reduce_tile(
         for k in tl.static_range(TOPK):
             copy = tl.load(copies_ptrs + k, mask=alive, other=-1)
             acc += _output(rows, copy, copy >= 0, offs, hidden)
-    tl.store(dest_ptrs[:, None] + offs, acc.to(rows.y_ptr.dtype.element_ty), mask=alive[:, None] & (offs < hidden))
+    tl.store(dest_ptrs, acc.to(rows.y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -329,8 +336,8 @@ def _gather_slots(
 
 @triton.jit
 def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
-    """Staging rows of `source`, a rank or a block of ranks, that are reduced after `step` and up to `reached` of STEPS
-    steps: the first one, and the end."""
+    """Staging rows of a block of sources that are reduced after `step` and up to `reached` of STEPS steps: the first
+    ones, and the ends."""
     first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=is_rank(job, source), other=0)
     count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), mask=is_rank(job, source), other=0)
     # Some rows of every source, so that all ranks can begin to pull. With several nodes two steps: rows whose sums
@@ -343,14 +350,15 @@ def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
 
 
 @triton.jit
-def _sums_of(job, placement_ptr, source, hidden, DTYPE: tl.constexpr):
-    """Pointer to where the sum of staging row 0 of `source` would be: with one node in combine_x of `source`, from the
-    first of my sums there on, with several in combine_x of this rank."""
+def _sums_of(job, placement_ptr, source, row_bytes):
+    """Addresses int64 of where the sums of staging row 0 of a block of sources would be: with one node in combine_x of
+    the source, from the first of my sums there on, with several in combine_x of this rank."""
     many = has_other_nodes(job)
-    combine_ptr = address_of(job, COMBINE_X, tl.where(many, job.rank, source)).to(tl.pointer_type(DTYPE))
-    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL))
-    shift = tl.where(many, 0, tl.load(sums_to_of(job, placement_ptr) + source) - first)
-    return tl.multiple_of(combine_ptr, 16) + shift.to(tl.int64) * hidden
+    here = is_rank(job, source)
+    address = address_of(job, COMBINE_X, tl.where(many | (here == 0), job.rank, source))
+    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=here, other=0)
+    start = tl.load(sums_to_of(job, placement_ptr) + source, mask=here, other=0)
+    return address + tl.where(many, 0, start - first).to(tl.int64) * row_bytes
 
 
 @triton.jit
@@ -401,18 +409,22 @@ def combine_reduce_kernel(
     if _wait_free(job, WP):
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
         tiles_before = tl.zeros([], tl.int32)
+        every = tl.arange(0, WP)
+        ELEMENT: tl.constexpr = rows.y_ptr.dtype.element_ty
+        sums = _sums_of(job, combine.placement_ptr, every, hidden * (ELEMENT.primitive_bitwidth // 8))
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            begins, ends = _rows_of_step(job, combine.placement_ptr, tl.arange(0, WP), step, reached, num_rows)
+            begins, ends = _rows_of_step(job, combine.placement_ptr, every, step, reached, num_rows)
             most = tl.max(tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS)) * tile.TILES
             first_source, sources = _sources_of_step(job, step)
             # One tile of each source in turn keeps all links busy; sources with fewer tiles have empty ones at the end.
             mine = my_first(0, tiles_before)
             for number in tl.range(mine, most * sources, tl.num_programs(0), num_stages=tile.STAGES):
                 source = (first_source + (number + job.rank) % sources) % job.num_ranks
-                begin, end = _rows_of_step(job, combine.placement_ptr, source, step, reached, num_rows)
-                sums_ptr = _sums_of(job, combine.placement_ptr, source, hidden, rows.y_ptr.dtype.element_ty)
+                # Picked from registers: loads would keep the tile waiting.
+                sums_ptr = tl.multiple_of(pick(sums, source).to(tl.pointer_type(ELEMENT)), 16)
+                begin, end = pick(begins, source), pick(ends, source)
                 _reduce_item(rows, copies, sums_ptr, begin, end, number // sources, hidden, tile)
             tiles_before += most * sources
             release_staged(job, before, reached, tag, stagers)

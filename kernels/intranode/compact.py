@@ -1,7 +1,8 @@
 """Compact output of a dispatch: one row per (token, rank), with the local experts that the row is for.
 
-Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
-              have finished the next step; after their last step, with several nodes, wait likewise for the steps of
+Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): copy the own rows from where the caller has
+              them, unless they are pushed, too; then wait until all programs of all local ranks have finished the next
+              step; after their last step, with several nodes, wait likewise for the steps of
               the forward kernels (internode/dispatch.py). Then copy the staging rows of the step, each to the output
               row of the same number, with its expert ids and weights. Ids and weights of rows that do not arrive are
               filled with -1 and 0 before. If the dispatch is held, nothing is copied, and the kernel is launched again
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import Arrivals, arrived_rows, place_of, sources_of, wait_arrivals
+from ..device.arrivals import Arrivals, OwnRows, arrived_rows, own_rows, place_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.host_read import is_held
@@ -43,39 +44,43 @@ from ..device.payload import (
 from ..device.tables import REPORT_ARRIVALS, STEPS, expert_offsets_of, report_ptrs
 from ..spec import ep_kernel
 
-_NO_ROW = tl.constexpr(2**31 - 1)
 _ITEMS = tl.constexpr(8)
 """Tiles of rows whose experts are stored at a time."""
-_EXPERTS = tl.constexpr(32)
-"""Experts whose first rows are compared with a row number at a time."""
 
 
 @triton.jit
 def _local_experts(job, dst, placement_ptr):
     """Local expert of each expert-major row [ROWS, KP]; -1 where the row is -1."""
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
+    step = tl.full([], 1, tl.int32)
+    while 2 * step < job.experts_per_rank:
+        step *= 2
+    # A binary search for the last expert whose first row is not past this one.
     found = tl.zeros(dst.shape, tl.int32)
-    for first in range(1, job.experts_per_rank, _EXPERTS):
-        expert = first + tl.arange(0, _EXPERTS)
-        starts = tl.load(expert_offsets_ptr + expert, mask=expert < job.experts_per_rank, other=_NO_ROW)
-        found += tl.sum((dst[:, :, None] >= starts[None, None, :]).to(tl.int32), axis=2)
+    while step > 0:
+        expert = found + step
+        known = expert < job.experts_per_rank
+        start = tl.load(expert_offsets_ptr + expert, mask=known, other=0)
+        found = tl.where(known & (start <= dst), expert, found)
+        step //= 2
     return tl.where(dst >= 0, found, -1)
 
 
 @triton.jit
 def _copy_rows(
     out,
-    row,  # [ROWS]
+    row,  # [ROWS] output rows
     alive,  # [ROWS]
-    stage_ptr,  # bytes of staging row 0
+    source_ptr,  # bytes of row 0
+    at,  # [ROWS] rows there
     HAS_SCALES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TILES: tl.constexpr,  # tiles of a row
 ):
-    """Copy staging rows to the output rows of the same numbers."""
+    """Copy rows on the wire to output rows."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     wire = wire_of(out.row_words, WORD, MX if HAS_SCALES else WORDS)
-    row_ptrs, _ = staged_rows(stage_ptr, row, wire, WORD)
+    row_ptrs, _ = staged_rows(source_ptr, at, wire, WORD)
     dst = tl.where(alive, row, -1)
     for number in tl.static_range(TILES):
         h = number * BLOCK_H
@@ -123,11 +128,58 @@ class Parts(NamedTuple):
     HAS_WEIGHTS: tl.constexpr
 
 
+@triton.jit
+def _receive_rows(
+    job,
+    out,
+    recv_idx_ptr,
+    placement_ptr,
+    arrived,  # ArrivedRows
+    own,  # OwnRows: `arrived` are these rows; None: they are staged
+    row_limit,
+    parts,
+    choices,
+    tile,
+):
+    """Copy this program's share of some rows, with their experts and weights. Shares depend on position, as in the
+    expand kernel."""
+    source_ptr = own_buffer(job, STAGE_X, tl.uint8)
+    if own is not None:
+        source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
+    first = my_first(arrived.first, 0)
+    for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
+        first_row, end = place_of(job, arrived, number, tile.ROWS)
+        row = first_row + tl.arange(0, tile.ROWS)
+        alive = row < tl.minimum(end, row_limit)
+        at = row
+        if own is not None:
+            at = tl.load(own.tokens_ptr + row - arrived.starts[0], mask=alive, other=0)
+        _copy_rows(out, row, alive, source_ptr, at, parts.HAS_SCALES, tile.BLOCK_H, tile.TILES)
+    if parts.HAS_IDX:  # a loop of its own: the compiler loads ahead only in loops without others inside
+        for number in tl.range(first, arrived.end, tl.num_programs(0) * _ITEMS):
+            items = number + tl.arange(0, _ITEMS) * tl.num_programs(0)
+            first_row, end = place_of(job, arrived, items, tile.ROWS)
+            row = first_row[:, None] + tl.arange(0, tile.ROWS)[None, :]
+            alive = row < tl.minimum(end, row_limit)[:, None]
+            _store_experts(
+                job,
+                recv_idx_ptr,
+                out.recv_weights_ptr,
+                placement_ptr,
+                tl.reshape(row, [_ITEMS * tile.ROWS]),
+                tl.reshape(alive, [_ITEMS * tile.ROWS]),
+                parts.HAS_WEIGHTS,
+                choices,
+            )
+
+
 @ep_kernel(
     recv_x_ptr="*{WORD}",
     recv_scale_ptr="*u8",
     recv_idx_ptr="*{IDX}",
     recv_weights_ptr="*fp32",
+    x_ptr="*u8",
+    tokens_ptr="*i32",
     specialised=("row_words",),
     num_warps=None,
 )
@@ -138,11 +190,11 @@ def compact_rows_kernel(
     job: Job,
     row_limit,  # R: staging rows from this one on are left out
     arrivals: Arrivals,
+    own: OwnRows,
     parts: Parts,
     choices: Choices,
     tile: CopyTile,
 ):
-    stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0)
     if parts.HAS_IDX:
@@ -152,35 +204,17 @@ def compact_rows_kernel(
         fill_rest(recv_idx_ptr, first, row_limit * choices.TOPK, -1)
         if parts.HAS_WEIGHTS:
             fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0)
+    if arrived & (own.in_place != 0):
+        news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
+        _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, own, row_limit, parts, choices, tile)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
+        own_done = tl.where(index == 0, own.in_place, 0)
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
-                news = arrived_rows(job, sources, done, ready, tile.ROWS, arrivals.LWP)
-                # Shares depend on position, as in the expand kernel.
-                first = my_first(news.first, 0)
-                for number in tl.range(first, news.end, tl.num_programs(0), num_stages=tile.STAGES):
-                    first_row, end = place_of(job, news, number, tile.ROWS)
-                    row = first_row + tl.arange(0, tile.ROWS)
-                    alive = row < tl.minimum(end, row_limit)
-                    _copy_rows(out, row, alive, stage_ptr, parts.HAS_SCALES, tile.BLOCK_H, tile.TILES)
-                if parts.HAS_IDX:  # a loop of its own: the compiler loads ahead only in loops without others inside
-                    for number in tl.range(first, news.end, tl.num_programs(0) * _ITEMS):
-                        items = number + tl.arange(0, _ITEMS) * tl.num_programs(0)
-                        first_row, end = place_of(job, news, items, tile.ROWS)
-                        row = first_row[:, None] + tl.arange(0, tile.ROWS)[None, :]
-                        alive = row < tl.minimum(end, row_limit)[:, None]
-                        _store_experts(
-                            job,
-                            recv_idx_ptr,
-                            out.recv_weights_ptr,
-                            placement_ptr,
-                            tl.reshape(row, [_ITEMS * tile.ROWS]),
-                            tl.reshape(alive, [_ITEMS * tile.ROWS]),
-                            parts.HAS_WEIGHTS,
-                            choices,
-                        )
+                news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP)
+                _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, None, row_limit, parts, choices, tile)
                 done = ready

@@ -2,11 +2,14 @@
 expand the received rows into expert-major rows.
 
 Protocol      1 push, in steps of consecutive tokens: store x[token] at its addresses in stage_x of the destinations.
-              stage_meta of these ranks already describes the token's assignments (compute/routing.py)
+              stage_meta of these ranks already describes the token's assignments (compute/routing.py). Rows that the
+              rank sends to itself may have no address
               2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node;
               with fewer programs than flags, further ones, too
-              3 expand: wait until all programs of all local ranks have finished the next step; after their last
-              step, with several nodes, wait likewise for the steps of the forward kernels (internode/dispatch.py)
+              3 expand: lay out the own rows from where the caller has them, unless they are pushed, too (OwnRows in
+              device/arrivals.py); then wait until all programs of all local ranks have finished the next step; after
+              their last step, with several nodes, wait likewise for the steps of the forward kernels
+              (internode/dispatch.py)
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
               MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows,
               and weights past the last segment, are zeroed before. If the dispatch is held, or the rows do not fit
@@ -24,7 +27,7 @@ Replay        stage_x is free again when this rank posts its next splits row (in
               rows outlive expand, so it may run again for the same dispatch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,8 +36,10 @@ from ..device import codes
 from ..device.arrivals import (
     ALL_ROWS,
     Arrivals,
+    OwnRows,
     Senders,
     arrived_rows,
+    own_rows,
     place_of,
     release_arrivals,
     sources_of,
@@ -88,10 +93,22 @@ class Landing(NamedTuple):
     KEEP_COPY_ROWS: tl.constexpr
 
 
+class Room(NamedTuple):
+    """Rows for which there is memory.
+
+    Attributes:
+        num_rows: output rows allocated; static buffers have rows past the last segment.
+        stage_capacity: rows of stage_x.
+    """
+
+    num_rows: Any
+    stage_capacity: Any
+
+
 @ep_kernel(x_ptr="*{WORD}", scale_ptr="*u8", push_addrs_ptr="*i64", specialised=("row_words",), num_warps=None)
 def dispatch_push_kernel(
     source: Source,
-    push_addrs_ptr,  # [T, K] int64, addresses of staging rows, then zeros (compute/routing.py)
+    push_addrs_ptr,  # [T, K] int64, addresses of staging rows, 0 = none (compute/routing.py)
     placement_ptr,  # device/tables.py
     job: Job,
     num_tokens,
@@ -150,20 +167,13 @@ def dispatch_push_kernel(
 
 
 @triton.jit
-def _copy_of(copies, k):
-    """Column k [ROWS] of copies [ROWS, KP]."""
-    return tl.sum(tl.where(tl.arange(0, copies.shape[1])[None, :] == k, copies, 0), axis=1)
-
-
-@triton.jit
 def _copy_tiles(
     out,
     stage_ptr,  # bytes of staging row 0
-    copies,  # [ROWS, KP] output rows, -1 = none
+    copies,  # per k [ROWS] output rows, -1 = none
     row,  # [ROWS] staging rows
     here,  # [ROWS] rows that arrived
     LANDING: tl.constexpr,
-    choices,
     tile,
 ):
     """Copy staging rows, unconverted, to the output rows of their assignments."""
@@ -174,18 +184,17 @@ def _copy_tiles(
     for number in tl.static_range(tile.TILES):
         h = number * tile.BLOCK_H
         words = load_staged_tile(row_ptrs, here, h, out.row_words, HAS_SCALES, tile.BLOCK_H)
-        for k in tl.static_range(choices.TOPK):
-            dst = _copy_of(copies, k)
+        for k in tl.static_range(len(copies)):
             # Most k have no assignment here: skip computing their addresses.
-            if tl.max(dst) >= 0:
-                store_staged_tile(out, dst, words, h, HAS_SCALES)
+            if tl.max(copies[k]) >= 0:
+                store_staged_tile(out, copies[k], words, h, HAS_SCALES)
 
 
 @triton.jit
 def _land_tiles(
     out,  # words are int32 or int64, one per four elements
-    stage_ptr,  # this and the next three as in `_copy_tiles`, but:
-    copies,  # per k [ROWS]
+    stage_ptr,  # this and the next three as in `_copy_tiles`
+    copies,
     row,
     here,
     LANDING: tl.constexpr,
@@ -228,17 +237,20 @@ def _expand_rows(
     job,
     out,
     arrived,  # ArrivedRows
+    own,  # OwnRows: `arrived` are these rows; None: they are staged
     copy_rows_ptr,
     stage_capacity,
     landing,
     choices,
     tile,
 ):
-    """Copy this program's share of some staging rows to the output rows of their assignments.
+    """Copy this program's share of some rows to the output rows of their assignments.
 
     Shares depend on position, not on progress: programs may see a source at different steps.
     """
-    stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
+    source_ptr = own_buffer(job, STAGE_X, tl.uint8)
+    if own is not None:
+        source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
@@ -251,16 +263,20 @@ def _expand_rows(
         meta = row.to(tl.int64) * (2 * choices.KP)
         # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
+        at = row
+        if own is not None:
+            at = tl.load(own.tokens_ptr + row - arrived.starts[0], mask=here, other=0)
         mask = alive[:, None] & (ks < choices.TOPK)
         copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
+        # Load all numbers first: after the stores of one row, the next load would wait for memory each time. Columns of
+        # `copies` would have to be exchanged between threads.
+        each = ()
+        for k in tl.static_range(choices.TOPK):
+            each += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
         if CONVERTED:
-            # Load all rows first: after the stores of one row, the next load would wait for memory each time.
-            each = ()
-            for k in tl.static_range(choices.TOPK):
-                each += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
-            largest = _land_tiles(out, stage_ptr, each, row, here, landing.LANDING, tile)
+            largest = _land_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
         else:
-            _copy_tiles(out, stage_ptr, copies, row, here, landing.LANDING, choices, tile)
+            _copy_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
         if landing.HAS_WEIGHTS:
             weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
             weights = tl.where(here[:, None], weights, 0.0)
@@ -315,6 +331,8 @@ def _zero_padding(
     recv_scale_ptr="*{SCALE}",
     recv_weights_ptr="*fp32",
     copy_rows_ptr="*i32",
+    x_ptr="*u8",
+    tokens_ptr="*i32",
     specialised=("row_words",),
     num_warps=None,
 )
@@ -323,24 +341,28 @@ def dispatch_expand_kernel(
     copy_rows_ptr,  # out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
     job: Job,
-    num_rows,  # output rows allocated; static buffers have rows past the last segment
-    stage_capacity,
+    room: Room,
     arrivals: Arrivals,
+    own: OwnRows,
     landing: Landing,
     choices: Choices,
     tile: CopyTile,
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
-    arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= num_rows) & (is_held(job, placement_ptr) == 0)
+    arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= room.num_rows) & (is_held(job, placement_ptr) == 0)
     # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
     if landing.HAS_WEIGHTS:
-        fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), num_rows, 0.0)
+        fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), room.num_rows, 0.0)
     if landing.HAS_PADDING:
         if arrived:
             _zero_padding(job, out, placement_ptr, landing, tile)
+    if arrived & (own.in_place != 0):
+        news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
+        _expand_rows(job, out, news, own, copy_rows_ptr, room.stage_capacity, landing, choices, tile)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
+        own_done = tl.where(index == 0, own.in_place, 0)
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
@@ -349,9 +371,10 @@ def dispatch_expand_kernel(
                 _expand_rows(
                     job,
                     out,
-                    arrived_rows(job, sources, done, ready, tile.ROWS, arrivals.LWP),
+                    arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP),
+                    None,
                     copy_rows_ptr,
-                    stage_capacity,
+                    room.stage_capacity,
                     landing,
                     choices,
                     tile,

@@ -138,8 +138,11 @@ def test_a_budget_limits_the_programs_of_a_layer() -> None:
 
 def test_sums_within_a_budget_take_a_part_of_a_multiprocessor() -> None:
     """Inside a node programs that send sums take a quarter, those that add them a third, without a budget a half and a
-    third; plans for several nodes and for short rows ignore the budget."""
+    third; compact rows have programs of a whole one; plans for several nodes and for short rows ignore the budget."""
     shape = Shape(4096, 7168, 8, 256, 8, 8, enable_local_combine=True)
+    within = replace(shape, budgeted=True)
+    for plan in (exchange.reduce(within, False, 1), exchange.pull(within, False, True, copies=1)):
+        assert share_of_one(Program.declared(plan, 32)) == 1
     sending = (lambda s: exchange.reduce(s, False)), Fraction(1, 4), Fraction(1, 2)
     adding = (lambda s: exchange.pull(s, False, True)), Fraction(1, 3), Fraction(1, 3)
     for plan, budgeted, free in (sending, adding):
@@ -215,7 +218,10 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 112
     assert len(fmt.grids) == 2, "a number that is out of date is kept"  # another one is of the push
     whole = Program(32, 64)
-    assert tuning.combining_programs(config, device, whole, whole, True) == (18, 6, True)
+    # Within a node only programs that send compact rows take a multiprocessor each.
+    assert tuning.combining_programs(config, device, whole, whole, True) == (14, 10, True)
+    between = replace(config, local_world_size=2)
+    assert tuning.combining_programs(between, device, whole, whole, True) == (18, 6, True)
     third = Program(8, 80)
     assert tuning.combining_programs(config, device, third, third, True) == (54, 18, True)
     assert tuning.combining_programs(plain, device, whole, whole, True) == (H200, 33, True)
@@ -293,13 +299,16 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
     assert 2 * number <= most_waiting(H200, expand, push, SENDING_PROGRAMS)
 
 
-def test_rows_are_sent_from_everywhere_only_within_a_node_as_they_are() -> None:
-    """Not in MXFP8, between nodes, within a budget, for few tokens, or to more than 16 ranks; then `num_sm` programs
-    send them."""
+def test_rows_are_sent_from_everywhere_only_within_a_node() -> None:
+    """Not between nodes, within a budget, for few tokens, or to more than 16 ranks; then `num_sm` programs do."""
     shape = Shape(4096, 7168, 8, 256, 4, 4, num_sm=24)
     assert [replace(shape, world_size=n, local_world_size=n).spreads for n in (16, 17, 32)] == [True, False, False]
-    others = [{"payload": "mxfp8"}, {"local_world_size": 2}, {"budgeted": True}, {"max_tokens": 1023}]
-    assert [replace(shape, **other).spreads for other in [{}, *others]] == [True, *[False] * 4]
+    others = [{"local_world_size": 2}, {"budgeted": True}, {"max_tokens": 1023}]
+    assert [replace(shape, **other).spreads for other in [{}, {"payload": "mxfp8"}, *others]] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
     # Rows of both formats raise flags at the same places.
     assert replace(shape, payload="mxfp8").senders == shape.senders
 

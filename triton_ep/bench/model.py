@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
-from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, last_share_of_combine, shares_of_dispatch
+from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, ROW_UNIT, last_share_of_combine, shares_of_dispatch
 
 _CHUNK = 16  # tokens per network message
 _STEPS = 8  # most steps of a push or a reduction; the receiver continues after each
@@ -115,8 +115,10 @@ class Workload:
         return 2 * self.hidden
 
     def wire_bytes(self, payload: str) -> int:
-        """Bytes of a row in dispatch; "mxfp8" adds a scale per 32 elements."""
-        return self.hidden + self.hidden // 32 if payload == "mxfp8" else self.row_bytes
+        """Bytes of a row in dispatch; "mxfp8" adds a scale per 32 elements, and padding."""
+        if payload != "mxfp8":
+            return self.row_bytes
+        return -(-(self.hidden + self.hidden // 32) // ROW_UNIT) * ROW_UNIT
 
     @property
     def partial_bytes(self) -> int:

@@ -101,6 +101,7 @@ class DispatchCombineContext:
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
+        self.stages_all = False  # dispatches made now stage the rows that this rank sends to itself, too
         self._rows_before: dict[tuple[str, int], int] = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
@@ -352,6 +353,15 @@ class DispatchCombineContext:
             yield
         finally:
             self.backward = before
+
+    @contextlib.contextmanager
+    def staging_all(self) -> Iterator[None]:
+        """Let dispatches inside stage all rows, for a caller who will read the staging buffer."""
+        before, self.stages_all = self.stages_all, True
+        try:
+            yield
+        finally:
+            self.stages_all = before
 
     # --- what the device reports --------------------------------------------------------------------------
 

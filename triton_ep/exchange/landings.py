@@ -27,6 +27,7 @@ from triton_ep.exchange.request import Arrivals, Received, Sent
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.plans.layers import LANDINGS
 
@@ -73,6 +74,7 @@ class Landing(ABC, Generic[Received]):
         fmt: RowFormat,
         received: Received,
         placement: torch.Tensor,
+        own: OwnRows,
         side: torch.cuda.Stream | None,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
@@ -149,10 +151,11 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         fmt: RowFormat,
         received: dispatch_ops.Received,
         placement: torch.Tensor,
+        own: OwnRows,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Wait, and copy each staging row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, side)
+        """Wait, and copy each row to its output rows."""
+        dispatch_ops.receive(ctx, fmt, received, placement, own, side)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -228,10 +231,11 @@ class Deduplicated(Landing[compact_ops.Compact]):
         fmt: RowFormat,
         received: compact_ops.Compact,
         placement: torch.Tensor,
+        own: OwnRows,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Wait, and copy each staging row to the output as it is."""
-        compact_ops.receive(ctx, fmt, received, placement, side)
+        """Wait, and copy each row to the output as it is."""
+        compact_ops.receive(ctx, fmt, received, placement, own, side)
 
 
 class Ahead(NamedTuple):

@@ -71,7 +71,8 @@ def dispatch(
     ctx.num_dispatches += 1
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
-    flight = Flight(ctx, request, landing, split, rows, fmt, routing, placement, forward)
+    own = routing_ops.own_rows(ctx, fmt, rows, split)
+    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = flight.send()
     ahead = flight.receive_ahead(side) if reads and not split and not request.refused else None
@@ -102,7 +103,7 @@ class Flight(Generic[Received]):
 
     Attributes:
         ctx, request, landing, split: arguments of `dispatch`.
-        rows: in wire form. fmt: their format.
+        rows: in wire form. own: those of them that stay here. fmt: their format.
         routing, placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
     """
@@ -112,6 +113,7 @@ class Flight(Generic[Received]):
     landing: Landing[Received]
     split: bool
     rows: Rows
+    own: routing_ops.OwnRows
     fmt: RowFormat
     routing: routing_ops.Routing
     placement: torch.Tensor
@@ -123,7 +125,7 @@ class Flight(Generic[Received]):
         Returns the stream on which they are received meanwhile, or None.
         """
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
-        routing_ops.place(ctx, fmt, routing, placement, self.request.scatter)
+        routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, self.own)
         side = dispatch_ops.fork(ctx, self.split)
         network = None
         if not ctx.config.is_intra_node:
@@ -149,13 +151,13 @@ class Flight(Generic[Received]):
         received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
         if self.split:
             return self.sent(arrivals, received, partial(self.receive_later, received))
-        landing.receive(ctx, self.fmt, received, self.placement, side)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
         return self.sent(arrivals, received)
 
     def receive_later(self, received: Received) -> None:
         """The receiving half of a split dispatch."""
         self.forward_rows()
-        self.landing.receive(self.ctx, self.fmt, received, self.placement, None)
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None)
 
     def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
@@ -170,7 +172,7 @@ class Flight(Generic[Received]):
             return None
         room = before + before // _AHEAD
         received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.routing.weights is not None)
-        landing.receive(ctx, self.fmt, received, self.placement, side)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
         return received, room
 
     def read_counts(self, side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:

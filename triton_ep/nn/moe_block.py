@@ -26,6 +26,7 @@ from triton_ep.exchange import slots as slot_ops
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import Ahead
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.arrivals import keeps_arrivals
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]
@@ -150,7 +151,9 @@ class MoEBlock:
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
             given, ahead = (x, topk_idx, topk_weights), self.ahead and not keep
-            rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
+            copied = keep and keeps_arrivals(self.layer.config)
+            with self.layer.context.staging_all() if copied else nullcontext():
+                rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
             y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             # The host waits for the counts here, where the GPU has work.
             again = None if settle is None else settle()

@@ -171,7 +171,7 @@ def _grids(
         publisher = _reducer(ctx, fmt, has_weights, copies, gathered)
     else:  # another kernel publishes rows that are in place already, with as many programs
         publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
-    puller = _puller(ctx, fmt, has_weights, copies > 0)
+    puller = _puller(ctx, fmt, has_weights, copies)
     programs = combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
     publishing, pulling, overlapped = programs
     # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
@@ -189,9 +189,9 @@ def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_
 
 
 def _puller(
-    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, reduced: bool, has_bias: bool = False
+    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, has_bias: bool = False
 ) -> Launcher:
-    kind = (has_weights and not reduced, reduced, has_bias)
+    kind = (has_weights and not copies, copies > 0, has_bias, int(exchange.whole_programs(fmt.shape, copies)))
     return ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)
 
 
@@ -323,7 +323,9 @@ def _pull(
     """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H]."""
     sizes = ctx.sizes
     bias, second = biases[0] if biases else out, biases[-1] if biases else out
-    _puller(ctx, fmt, has_weights, is_reduced(desc), bool(biases)).launch(
+    copy_rows = desc.skipped_token_topk_mapping_indices
+    copies = 0 if copy_rows is None else copy_rows.shape[1]
+    _puller(ctx, fmt, has_weights, copies, bool(biases)).launch(
         plan.pulling,
         out_ptr=out,
         bias_ptr=bias,

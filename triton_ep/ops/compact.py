@@ -10,6 +10,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
+from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.tuning import as_words, expanding_programs, forwarding_programs, pushing_programs
 from triton_ep.runtime.plans import compact as plans
 
@@ -65,10 +66,12 @@ def receive(
     fmt: RowFormat,
     received: Compact,
     placement: torch.Tensor,
+    own: OwnRows,
     side: torch.cuda.Stream | None,
 ) -> None:
     """Copy the rows out as they arrive.
 
+    own: as for `routing.place`.
     side: from `ops.dispatch.fork` before the push, so that the first rows are copied while the last are in transit.
     """
     cfg, has_scales = ctx.config, received.scale is not None
@@ -86,6 +89,9 @@ def receive(
         placement_ptr=placement,
         row_words=row_words,
         row_limit=received.x.shape[0],
+        x_ptr=own.x,
+        tokens_ptr=own.tokens,
+        in_place=own.in_place,
         num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,

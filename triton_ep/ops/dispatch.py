@@ -18,7 +18,7 @@ from triton_ep.kernels.device.codes import (
     WORDS,
 )
 from triton_ep.ops.element_formats import BLOCK
-from triton_ep.ops.routing import Routing
+from triton_ep.ops.routing import OwnRows, Routing
 from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import (
     as_words,
@@ -221,10 +221,12 @@ def receive(
     fmt: RowFormat,
     received: Received,
     placement: torch.Tensor,
+    own: OwnRows,
     side: torch.cuda.Stream | None,
 ) -> None:
     """Lay the rows out expert by expert as they arrive.
 
+    own: as for `routing.place`.
     side: from `fork` before the push, so that the first rows are laid out while the last are in transit.
     """
     cfg = ctx.config
@@ -250,6 +252,9 @@ def receive(
         row_words=row_words,
         num_rows=recv_x.shape[0],
         stage_capacity=ctx.sizes.arrival_rows,
+        x_ptr=own.x,
+        tokens_ptr=own.tokens,
+        in_place=own.in_place,
         num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,

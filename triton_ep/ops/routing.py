@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.context.given import RoutingMap
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops.element_formats import BLOCK
+from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import packing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
@@ -35,6 +36,33 @@ class Routing(NamedTuple):
     weights: torch.Tensor | None
     num_tokens: int
     num_chunks: int
+
+
+class OwnRows(NamedTuple):
+    """Where the rows are that this rank sends to itself (kernels/device/arrivals.py).
+
+    Attributes:
+        x: all rows of this rank as bytes, in wire form; read with `in_place`.
+        tokens: memory for the tokens of these rows, [max_tokens] int32.
+        in_place: 1: they are laid out from x. 0: they are staged like those of other ranks.
+    """
+
+    x: torch.Tensor
+    tokens: torch.Tensor
+    in_place: int
+
+
+def own_rows(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, later: bool) -> OwnRows:
+    """The own rows of a dispatch of `rows`, from `ops.dispatch.to_send`.
+
+    later: they are laid out when the caller says so, and may have changed.
+    """
+    tokens = ctx.scratch("own_tokens", ctx.config.max_tokens, torch.int32)
+    # Kernels load 16 bytes at a time; scales that are not packed would have to be loaded from elsewhere.
+    aligned = (rows.data.data_ptr() | fmt.wire_bytes) % 16 == 0
+    if later or ctx.stages_all or rows.scale is not None or not aligned:
+        return OwnRows(ctx.no_bytes, tokens, 0)
+    return OwnRows(view_as(rows.data, torch.uint8), tokens, 1)
 
 
 def prepare(
@@ -172,8 +200,10 @@ def place(
     routing: Routing,
     placement: torch.Tensor,
     scatter: torch.Tensor | None,
+    own: OwnRows,
 ) -> None:
-    """Turn slots into rows, in place; publish to the ranks of this node what will arrive; write the tile table."""
+    """Turn slots into rows, in place; publish to the ranks of this node what will arrive; write the tile table, and the
+    tokens of the own rows."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
@@ -186,6 +216,8 @@ def place(
         chunks_ptr=routing.chunks,
         placement_ptr=placement,
         push_addrs_ptr=routing.push_addrs,
+        tokens_ptr=own.tokens,
+        in_place=own.in_place,
         num_tokens=routing.num_tokens,
         row_bytes=fmt.wire_bytes,
         recv_capacity=cfg.recv_capacity if static else NO_LIMIT,

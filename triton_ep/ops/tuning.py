@@ -16,7 +16,14 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
-from triton_ep.runtime.plans.residency import LITTLE_SHARED, Program, in_budget, most_waiting, per_multiprocessor
+from triton_ep.runtime.plans.residency import (
+    LITTLE_SHARED,
+    Program,
+    in_budget,
+    most_waiting,
+    per_multiprocessor,
+    share_of_one,
+)
 from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, SENDING_PROGRAMS, STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
@@ -33,6 +40,9 @@ _LAYERS = 2
 
 _PULL_SHARE = (1, 4)
 """Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
+
+_PULL_SHARE_OF_COMPACT = (5, 12)
+"""The same if the rest only sends rows."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
 
@@ -90,7 +100,7 @@ def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> P
 
 
 def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool) -> int:
-    """Programs of the kernel that expands rows, alone or concurrently with the sending kernels it waits for.
+    """Programs of the kernel that lays rows out, alone or concurrently with the sending kernels it waits for.
 
     expand: its launcher. fmt: format of its rows; the sending kernels of this format have been launched before.
     """
@@ -180,7 +190,7 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
     overlapped = reduced and overlaps(config, device)
     if config.sm_budget is not None:
         budget = min(config.sm_budget, multiprocessors(device))
-        return budgeted_combine(budget, publish, pull, overlapped)
+        return budgeted_combine(budget, publish, pull, overlapped, config.is_intra_node and share_of_one(publish) == 1)
     if reduced and config.is_intra_node:
         return Combining(local_programs(device), sums_here(multiprocessors(device), publish, pull), overlapped)
     if not overlapped:
@@ -203,10 +213,13 @@ def sums_here(multiprocessors: int, send: Program, pull: Program) -> int:
     return max(min(multiprocessors, most // _LAYERS), 1)
 
 
-def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
-    """Grids of a combine within a budget of multiprocessors."""
+def budgeted_combine(
+    budget: int, publish: Program, pull: Program, overlapped: bool, only_sends: bool = False
+) -> Combining:
+    """Grids of a combine within a budget of multiprocessors. only_sends: programs that publish add no rows up."""
     if overlapped:
-        pulling = in_budget(max(budget * _PULL_SHARE[0] // _PULL_SHARE[1], 1), pull)
+        share = _PULL_SHARE_OF_COMPACT if only_sends else _PULL_SHARE
+        pulling = in_budget(max(budget * share[0] // share[1], 1), pull)
         publishing = in_budget(budget, publish, [pull], pulling)
         if publishing and pulling:
             return Combining(min(publishing, STAGE_PROGRAMS), pulling, True)

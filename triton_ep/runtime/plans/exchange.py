@@ -28,8 +28,8 @@ _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
 _COPY_STAGES = 3
 """Of the loop that copies arrived rows."""
-_SPREAD_WORDS = 1024
-"""Most words of a row that a program on each multiprocessor sends at a time."""
+_SPREAD_WORDS = {None: 1024, "mxfp8": 512}
+"""Most words of a row that a program on each multiprocessor sends at a time, by the payload: about half a row."""
 SHORT_ROW = 128
 """Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
@@ -100,7 +100,8 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False) -> Plan:
             tile["ROWS"], warps = 1, 16
     if spread:
         # Addresses of several short rows would spill registers.
-        tile, warps = s.tile(row_words, _SPREAD_WORDS, _SPREAD_WORDS) | {"ROWS": 1}, 4
+        words = _SPREAD_WORDS[s.payload]
+        tile, warps = s.tile(row_words, words, words) | {"ROWS": 1}, 4
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
@@ -264,8 +265,8 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     most = copies or s.topk
     one_node = s.num_nodes == 1
     if s.budgeted and one_node and s.hidden > SHORT_ROW:
-        # Four programs take a multiprocessor, or three that copy ahead.
-        summing = Summing(4, 128, 8192, 2, 1) if most > 1 else Summing(4, 128, 4096, 1, 3)
+        # Four programs take a multiprocessor. A program that only sends rows takes one.
+        summing = Summing(4, 128, 8192, 2, 1) if most > 1 else Summing(16, 128, 8192, 1, 1, 4)
     elif one_node:
         summing = Summing(16, 64, 8192, min(most, 4), 1)  # two programs do
     elif copies == 1:
@@ -302,7 +303,7 @@ def free(s: Shape) -> Plan:
     return Plan("combine_free_kernel", s.common("WP"))
 
 
-def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> Plan:
+def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any], whole: bool = False) -> Plan:
     # A list of reduced rows has one per rank, the other one per expert.
     most = min(s.topk, s.local_world_size) if reduced else s.topk
     if s.num_nodes > 1:
@@ -310,6 +311,8 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any]) -> P
         tiles = max(4 // next_power_of_2(most), 1) if reduced else 1
         return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
+    if whole:
+        return Summing(32, 64, 8192, at_once, 1).plan(s, kernel, constexprs)
     # Three programs that sum rows of this rank take a multiprocessor, or two next to one that sends sums. What they
     # copy ahead keeps room for others, too (`sums_here` in ops/tuning.py).
     warps, registers, in_flight = (8, 64, 16384) if reduced else (8, 80, 16384) if s.budgeted else (16, 128, 32768)
@@ -334,7 +337,15 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     return _pull(s, "partial", reduced, _sum(s, has_weights, reduced))
 
 
-def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False) -> Plan:
-    """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases."""
+def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False, copies: int = 0) -> Plan:
+    """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases. copies: as for `reduce`."""
     more = {**s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
-    return _pull(s, "pull", reduced, _sum(s, has_weights, reduced) | more)
+    return _pull(s, "pull", reduced, _sum(s, has_weights, reduced) | more, whole_programs(s, copies))
+
+
+def whole_programs(s: Shape, copies: int) -> bool:
+    """True if a program takes a multiprocessor: within a budget in one node, those that send and add compact rows.
+
+    copies: as for `reduce`. Sums of several rows take less time in small programs.
+    """
+    return s.budgeted and s.num_nodes == 1 and copies == 1 and s.hidden > SHORT_ROW

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, MOST_WATCHED, P2P, PARTS, STEPS
+from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, MOST_WATCHED, P2P, PARTS, ROW_UNIT, STEPS
 
 CHUNK = 16
 """Tokens per network message."""
@@ -118,9 +118,9 @@ class Shape:
 
     @property
     def copies_ahead(self) -> bool:
-        """Arrived rows are loaded before they are stored, next to programs that send rows: within one node, of rows
-        that travel as they are. Conversions leave too few registers."""
-        return self.num_nodes == 1 and self.payload is None
+        """Arrived rows that are copied unconverted are loaded before they are stored, next to programs that send rows:
+        within one node."""
+        return self.num_nodes == 1
 
     @property
     def spreads(self) -> bool:
@@ -158,10 +158,10 @@ class Shape:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one row in dispatch: unchanged, or e4m3 data, then scales, padded to 16 bytes."""
+        """Bytes of one row in dispatch: unchanged, or e4m3 data, then scales, padded (kernels/device/payload.py)."""
         if self.payload is None:
             return self.payload_bytes
-        return -(-(self.hidden + self.hidden // 32) // 16) * 16
+        return -(-(self.hidden + self.hidden // 32) // ROW_UNIT) * ROW_UNIT
 
     def common(self, *names: str) -> dict[str, Any]:
         """Constexprs shared by several kernels, by name."""
