@@ -238,7 +238,7 @@ class ArrivalRows(NamedTuple):
     Attributes:
         push_addrs_ptr: out [T, K] int64, addresses of staging rows, then zeros; with `in_place` also zero for rows
             that the rank sends to itself.
-        tokens_ptr: out int32, with `in_place` the token of each of these rows, in the order of their staging rows.
+        tokens_ptr: out int64, with `in_place` the token of each of these rows, in the order of their staging rows.
         in_place: as in OwnRows (device/arrivals.py).
         row_bytes: bytes of a row on the wire.
         stage_capacity: staging rows of a rank.
@@ -272,7 +272,7 @@ class Sizes(NamedTuple):
     weights_ptr="*fp32",
     chunks_ptr="*i32",
     push_addrs_ptr="*i64",
-    tokens_ptr="*i32",
+    tokens_ptr="*i64",
     specialised=("row_bytes",),
 )
 def routing_slots_kernel(

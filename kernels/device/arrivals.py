@@ -24,6 +24,9 @@ from .tables import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL, STEPS, report_pt
 from .waits import WAIT_ARRIVALS, release_flags, wait_values
 
 ALL_ROWS = tl.constexpr(2**31 - 1)
+_FEW_RANKS = tl.constexpr(4)
+_NO_TILES = tl.constexpr(2**30)
+"""More tiles than there are, so that a loop that begins there has no iteration; programs can be added to it."""
 
 
 class Sources(NamedTuple):
@@ -45,7 +48,7 @@ class OwnRows(NamedTuple):
 
     Attributes:
         x_ptr: the rows in wire form, as the caller gave them or as they were packed.
-        tokens_ptr: int32, the token of each of them, in the order of their staging rows (compute/routing.py).
+        tokens_ptr: int64, the token of each of them, in the order of their staging rows (compute/routing.py).
         in_place: 1: they are neither pushed nor staged, but read from x_ptr. 0: they are staged like all others.
     """
 
@@ -61,7 +64,7 @@ class ArrivedRows(NamedTuple):
     Attributes:
         first, end: range of items; `end` is excluded.
         first_rank, num_ranks: these ranks, by their numbers within the node, modulo the ranks per node.
-        starts: first staging row of each rank of the node, a tuple of scalars.
+        starts: first staging row of each rank of the node, as `_each` holds them.
         befores, ends: staging rows of each rank before the first that arrived, and past the last one, likewise.
     """
 
@@ -173,11 +176,8 @@ def own_rows(job, placement_ptr, ROWS: tl.constexpr, LWP: tl.constexpr):
     """All rows of this rank, as the only `ArrivedRows`."""
     start = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_FIRST_ARRIVAL))
     count = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS_HERE))
-    starts = ()
-    ends = ()
-    for _ in tl.static_range(LWP):
-        starts += (start,)
-        ends += (start + count,)
+    starts = _each(tl.full([LWP], 0, tl.int32) + start, LWP)
+    ends = _each(tl.full([LWP], 0, tl.int32) + start + count, LWP)
     return ArrivedRows(tl.zeros([], tl.int32), tl.cdiv(count, ROWS), local_rank(job), 1, starts, starts, ends)
 
 
@@ -189,7 +189,8 @@ def arrived_rows(job, sources, done, ready, own_done, ROWS: tl.constexpr, LWP: t
     taken = is_local(job, source) & ((source != local_rank(job)) | (own_done == 0))
     num_ranks = tl.maximum(job.ranks_per_node - own_done, 1)
     end = tl.max(tl.where(taken, ready, 0))
-    first = tl.minimum(tl.min(tl.where(taken, done, ALL_ROWS)), end) * num_ranks
+    # No minimum of this and `end`: Triton 3.7 would then move rows 8 bytes at a time.
+    first = tl.min(tl.where(taken, done, _NO_TILES)) * num_ranks
     befores = sources.starts + done * ROWS
     ends = sources.starts + tl.minimum(ready * ROWS, sources.counts)
     each = _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP)
@@ -197,30 +198,40 @@ def arrived_rows(job, sources, done, ready, own_done, ROWS: tl.constexpr, LWP: t
 
 
 @triton.jit
-def place_of(job, arrived, item, ROWS: tl.constexpr):
-    """First staging row of an item, or of a block of items, and the end of the rows that arrived; 0 if these had
+def place_of(job, arrived, item, ROWS: tl.constexpr, LWP: tl.constexpr):
+    """First staging row of an item, or of a block [n] of items, and the end of the rows that arrived; 0 if these had
     arrived before."""
     rank = (arrived.first_rank + item % arrived.num_ranks) % job.ranks_per_node
-    row = _one(arrived.starts, rank) + item // arrived.num_ranks * ROWS
-    return row, tl.where(row >= _one(arrived.befores, rank), _one(arrived.ends, rank), 0)
+    row = _one(arrived.starts, rank, LWP) + item // arrived.num_ranks * ROWS
+    return row, tl.where(row >= _one(arrived.befores, rank, LWP), _one(arrived.ends, rank, LWP), 0)
 
 
 @triton.jit
-def _each(values, NUMBER: tl.constexpr):
-    """The first elements of a vector, as scalars."""
-    each = ()
-    for i in tl.static_range(NUMBER):
-        each += (pick(values, i),)
-    return each
+def _each(values, LWP: tl.constexpr):
+    """The elements of a vector, for `_one`: few as scalars, which each thread has; many would spill registers."""
+    if LWP > _FEW_RANKS:
+        return values
+    else:
+        each = ()
+        for i in tl.static_range(LWP):
+            each += (pick(values, i),)
+        return each
 
 
 @triton.jit
-def _one(each, i):
-    """Element i of a tuple of scalars."""
-    one = each[0]
-    for other in tl.static_range(1, len(each)):
-        one = tl.where(i == other, each[other], one)
-    return one
+def _one(each, i, LWP: tl.constexpr):
+    """Element i, or a block [n] of them."""
+    if LWP > _FEW_RANKS:
+        at = tl.arange(0, each.shape[0])
+        if len(i.shape) == 0:
+            return tl.sum(tl.where(at == i, each, 0))
+        else:
+            return tl.sum(tl.where(at[None, :] == i[:, None], each[None, :], 0), axis=1)
+    else:
+        one = each[0]
+        for other in tl.static_range(1, LWP):
+            one = tl.where(i == other, each[other], one)
+        return one
 
 
 @triton.jit

@@ -135,6 +135,7 @@ def _receive_rows(
     recv_idx_ptr,
     placement_ptr,
     arrived,  # ArrivedRows
+    LWP: tl.constexpr,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     row_limit,
     parts,
@@ -148,17 +149,17 @@ def _receive_rows(
         source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
     first = my_first(arrived.first, 0)
     for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
-        first_row, end = place_of(job, arrived, number, tile.ROWS)
+        first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
         row = first_row + tl.arange(0, tile.ROWS)
         alive = row < tl.minimum(end, row_limit)
         at = row
         if own is not None:
-            at = tl.load(own.tokens_ptr + row - arrived.starts[0], mask=alive, other=0)
+            at = tl.load(own.tokens_ptr + number * tile.ROWS + tl.arange(0, tile.ROWS), mask=alive, other=0)
         _copy_rows(out, row, alive, source_ptr, at, parts.HAS_SCALES, tile.BLOCK_H, tile.TILES)
     if parts.HAS_IDX:  # a loop of its own: the compiler loads ahead only in loops without others inside
         for number in tl.range(first, arrived.end, tl.num_programs(0) * _ITEMS):
             items = number + tl.arange(0, _ITEMS) * tl.num_programs(0)
-            first_row, end = place_of(job, arrived, items, tile.ROWS)
+            first_row, end = place_of(job, arrived, items, tile.ROWS, LWP)
             row = first_row[:, None] + tl.arange(0, tile.ROWS)[None, :]
             alive = row < tl.minimum(end, row_limit)[:, None]
             _store_experts(
@@ -179,7 +180,7 @@ def _receive_rows(
     recv_idx_ptr="*{IDX}",
     recv_weights_ptr="*fp32",
     x_ptr="*u8",
-    tokens_ptr="*i32",
+    tokens_ptr="*i64",
     specialised=("row_words",),
     num_warps=None,
 )
@@ -206,7 +207,7 @@ def compact_rows_kernel(
             fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0)
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
-        _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, own, row_limit, parts, choices, tile)
+        _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, arrivals.LWP, own, row_limit, parts, choices, tile)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
@@ -216,5 +217,7 @@ def compact_rows_kernel(
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP)
-                _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, None, row_limit, parts, choices, tile)
+                _receive_rows(
+                    job, out, recv_idx_ptr, placement_ptr, news, arrivals.LWP, None, row_limit, parts, choices, tile
+                )
                 done = ready

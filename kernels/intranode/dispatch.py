@@ -237,6 +237,7 @@ def _expand_rows(
     job,
     out,
     arrived,  # ArrivedRows
+    LWP: tl.constexpr,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     copy_rows_ptr,
     stage_capacity,
@@ -257,7 +258,7 @@ def _expand_rows(
     CONVERTED: tl.constexpr = landing.LANDING == LANDING_ROW or landing.LANDING == LANDING_BF16
     first = my_first(arrived.first, 0)
     for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
-        first_row, end = place_of(job, arrived, number, tile.ROWS)
+        first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
         row = first_row + tl.arange(0, tile.ROWS)
         alive = row < end
         meta = row.to(tl.int64) * (2 * choices.KP)
@@ -265,14 +266,17 @@ def _expand_rows(
         here = alive & (row < stage_capacity)
         at = row
         if own is not None:
-            at = tl.load(own.tokens_ptr + row - arrived.starts[0], mask=here, other=0)
+            at = tl.load(own.tokens_ptr + number * tile.ROWS + tl.arange(0, tile.ROWS), mask=here, other=0)
         mask = alive[:, None] & (ks < choices.TOPK)
         copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
         # Load all numbers first: after the stores of one row, the next load would wait for memory each time. Columns of
-        # `copies` would have to be exchanged between threads.
+        # `copies` have to be exchanged between threads, but need no copies ahead of their own.
         each = ()
         for k in tl.static_range(choices.TOPK):
-            each += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
+            if tile.STAGES > 1:
+                each += (tl.sum(tl.where(ks == k, copies, 0), axis=1),)
+            else:
+                each += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
         if CONVERTED:
             largest = _land_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
         else:
@@ -332,7 +336,7 @@ def _zero_padding(
     recv_weights_ptr="*fp32",
     copy_rows_ptr="*i32",
     x_ptr="*u8",
-    tokens_ptr="*i32",
+    tokens_ptr="*i64",
     specialised=("row_words",),
     num_warps=None,
 )
@@ -359,7 +363,7 @@ def dispatch_expand_kernel(
             _zero_padding(job, out, placement_ptr, landing, tile)
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
-        _expand_rows(job, out, news, own, copy_rows_ptr, room.stage_capacity, landing, choices, tile)
+        _expand_rows(job, out, news, arrivals.LWP, own, copy_rows_ptr, room.stage_capacity, landing, choices, tile)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
@@ -372,6 +376,7 @@ def dispatch_expand_kernel(
                     job,
                     out,
                     arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP),
+                    arrivals.LWP,
                     None,
                     copy_rows_ptr,
                     room.stage_capacity,

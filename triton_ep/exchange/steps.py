@@ -65,13 +65,14 @@ def dispatch(
         checks.check_not_captured(ctx.is_capturing)
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
-    rows = dispatch_ops.to_send(ctx, request.rows)
+    rows, whole = dispatch_ops.to_send(ctx, request.rows)
     routing, placement = preprocess(ctx, request, rows, landing, reads)
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
-    own = routing_ops.own_rows(ctx, fmt, rows, split)
+    # Rows that the caller lays out later may have changed until then.
+    own = routing_ops.OwnRows(rows.data, routing.own_tokens, int(whole and not (split or ctx.stages_all)))
     flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = flight.send()

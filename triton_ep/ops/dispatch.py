@@ -35,12 +35,14 @@ from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
-def to_send(ctx: DispatchCombineContext, x: Rows) -> Rows:
+def to_send(ctx: DispatchCombineContext, x: Rows) -> tuple[Rows, bool]:
     """The rows as they travel: `x` itself, or with payload="mxfp8" memory [T, bytes] uint8 for rows of the layer's
-    dtype, which `exchange_splits` quantises by RCEIL."""
+    dtype, which `exchange_splits` quantises by RCEIL.
+
+    Returns also whether they can be laid out from there: a row is in one piece, and kernels load 16 bytes at a time."""
     if ctx.config.payload is None or x.scale is not None:
-        return x
-    return Rows(torch.empty(x.data.shape[0], ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device))
+        return x, x.scale is None and (x.data.data_ptr() | ctx.rows.own.wire_bytes) % 16 == 0
+    return Rows(torch.empty(x.data.shape[0], ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device)), True
 
 
 def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:

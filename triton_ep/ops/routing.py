@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.context.given import RoutingMap, Rows
+from triton_ep.context.given import RoutingMap
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops.element_formats import BLOCK
-from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import packing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
@@ -25,6 +24,7 @@ class Routing(NamedTuple):
         entries: [F, T, K] int32; hold slots within the chunk, and rows once `place` has run.
         chunks: int32, counts and other tables by chunk.
         push_addrs: [T, K] int64 at the start of the buffer; written by `place`.
+        own_tokens: of `OwnRows`; likewise.
         weights: [T, K] float32, valid for this dispatch only; None: no weights.
         num_tokens: T.
         num_chunks: number of routing chunks of the tokens.
@@ -33,6 +33,7 @@ class Routing(NamedTuple):
     entries: torch.Tensor
     chunks: torch.Tensor
     push_addrs: torch.Tensor
+    own_tokens: torch.Tensor
     weights: torch.Tensor | None
     num_tokens: int
     num_chunks: int
@@ -42,27 +43,14 @@ class OwnRows(NamedTuple):
     """Where the rows are that this rank sends to itself (kernels/device/arrivals.py).
 
     Attributes:
-        x: all rows of this rank as bytes, in wire form; read with `in_place`.
-        tokens: memory for the tokens of these rows, [max_tokens] int32.
+        x: all rows of this rank, in wire form.
+        tokens: memory for the tokens of these rows, [max_tokens] int64.
         in_place: 1: they are laid out from x. 0: they are staged like those of other ranks.
     """
 
     x: torch.Tensor
     tokens: torch.Tensor
     in_place: int
-
-
-def own_rows(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, later: bool) -> OwnRows:
-    """The own rows of a dispatch of `rows`, from `ops.dispatch.to_send`.
-
-    later: they are laid out when the caller says so, and may have changed.
-    """
-    tokens = ctx.scratch("own_tokens", ctx.config.max_tokens, torch.int32)
-    # Kernels load 16 bytes at a time; scales that are not packed would have to be loaded from elsewhere.
-    aligned = (rows.data.data_ptr() | fmt.wire_bytes) % 16 == 0
-    if later or ctx.stages_all or rows.scale is not None or not aligned:
-        return OwnRows(ctx.no_bytes, tokens, 0)
-    return OwnRows(view_as(rows.data, torch.uint8), tokens, 1)
 
 
 def prepare(
@@ -79,10 +67,13 @@ def prepare(
         topk_idx = ctx.scratch("map_ids", entries, torch.int32)
         weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
         map_slots(ctx, given, topk_idx, weights)
+    most = cfg.max_tokens * cfg.topk
+    addrs = ctx.scratch("push_addrs", most + cfg.max_tokens, torch.int64)
     routing = Routing(
         torch.empty(sizes.entry_fields, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", sizes.chunks_length, torch.int32),
-        ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
+        addrs,
+        addrs[most:],
         weights,
         num_tokens,
         -(-num_tokens // ROUTING_TOKENS),

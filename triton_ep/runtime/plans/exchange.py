@@ -181,10 +181,10 @@ def copying(s: Shape, kernel: str, constexprs: Mapping[str, Any], options: Mappi
 
 
 def bytes_copied_ahead(constexprs: Mapping[str, Any]) -> int:
-    """Most bytes of shared memory of a program that copies rows, of words of at most 8 bytes; 0 if nothing is loaded
-    ahead."""
+    """Most bytes of shared memory of a program that copies rows, of words of at most 8 bytes, their scales, and the
+    lists that say where to; 0 if nothing is loaded ahead."""
     c = constexprs
-    return c["STAGES"] * c["TILES"] * c["ROWS"] * c["BLOCK_H"] * 8 + 1024 if c["STAGES"] > 1 else 0
+    return c["STAGES"] * c["TILES"] * c["ROWS"] * c["BLOCK_H"] * 8 * 33 // 32 + 1024 if c["STAGES"] > 1 else 0
 
 
 def as_many_as_four(
