@@ -85,8 +85,8 @@ class EPConfig:
         recv_capacity: None = exact (the host waits for the row count, outputs have that size);
             n = static (n output rows, no host synchronisation, overflow flagged on the device).
         num_sm: programs of the communication kernels; at most `sm_budget`, or half of it with several nodes. Within one
-            node and without a budget, kernels that sum rows, or push rows that are not quantised while others are laid
-            out, use all multiprocessors instead.
+            node and without a budget, kernels that sum rows, or push rows while others are laid out, use all
+            multiprocessors instead.
         sm_budget: multiprocessors of the exchange; None: kernels that lay out and sum rows use all free ones.
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.

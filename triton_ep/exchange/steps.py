@@ -72,7 +72,9 @@ def dispatch(
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
     # Rows that the caller lays out later may have changed until then.
-    own = routing_ops.OwnRows(rows.data, routing.own_tokens, int(whole and not (split or ctx.stages_all)))
+    in_place = whole and not (split or ctx.stages_all)
+    given = rows.data.view(torch.uint8) if in_place else ctx.no_bytes
+    own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
     flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = flight.send()

@@ -39,10 +39,13 @@ def to_send(ctx: DispatchCombineContext, x: Rows) -> tuple[Rows, bool]:
     """The rows as they travel: `x` itself, or with payload="mxfp8" memory [T, bytes] uint8 for rows of the layer's
     dtype, which `exchange_splits` quantises by RCEIL.
 
-    Returns also whether they can be laid out from there: a row is in one piece, and kernels load 16 bytes at a time."""
-    if ctx.config.payload is None or x.scale is not None:
-        return x, x.scale is None and (x.data.data_ptr() | ctx.rows.own.wire_bytes) % 16 == 0
-    return Rows(torch.empty(x.data.shape[0], ctx.rows.own.wire_bytes, dtype=torch.uint8, device=ctx.device)), True
+    Returns also whether they can be laid out from there: rows without scales of their own, dense, and in pieces of 16
+    bytes, as kernels load them.
+    """
+    wire_bytes = ctx.rows.own.wire_bytes
+    if ctx.config.payload is not None and x.scale is None:
+        return Rows(torch.empty(x.data.shape[0], wire_bytes, dtype=torch.uint8, device=ctx.device)), True
+    return x, x.scale is None and x.data.is_contiguous() and (x.data.data_ptr() | wire_bytes) % 16 == 0
 
 
 def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:

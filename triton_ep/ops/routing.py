@@ -43,7 +43,7 @@ class OwnRows(NamedTuple):
     """Where the rows are that this rank sends to itself (kernels/device/arrivals.py).
 
     Attributes:
-        x: all rows of this rank, in wire form.
+        x: all rows of this rank as bytes, in wire form; read with `in_place`.
         tokens: memory for the tokens of these rows, [max_tokens] int64.
         in_place: 1: they are laid out from x. 0: they are staged like those of other ranks.
     """

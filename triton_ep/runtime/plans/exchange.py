@@ -170,7 +170,10 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
 
 def copy_tile(s: Shape, row_words: int, chosen: Mapping[str, int], most: int = 2048) -> dict[str, int]:
     """Tile of a kernel that copies arrived rows. chosen: from `Shape.chosen`. most: most words of a row in a tile."""
-    tile = {**s.tile(row_words, 1024, 1024 if s.copies_ahead else most), **chosen}
+    tile = s.tile(row_words, 1024, 1024 if s.copies_ahead else most)
+    if s.copies_ahead and s.payload is not None and not s.interpreted:  # scales of several rows would spill registers
+        tile["ROWS"] = 1
+    tile |= chosen
     return {**tile, "TILES": -(-row_words // tile["BLOCK_H"]), "STAGES": _COPY_STAGES if s.copies_ahead else 1}
 
 
