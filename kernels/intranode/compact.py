@@ -132,18 +132,14 @@ class Parts(NamedTuple):
 def _receive_rows(
     job,
     out,
-    recv_idx_ptr,
-    placement_ptr,
     arrived,  # ArrivedRows
     LWP: tl.constexpr,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     row_limit,
-    parts,
-    choices,
+    HAS_SCALES: tl.constexpr,
     tile,
 ):
-    """Copy this program's share of some rows, with their experts and weights. Shares depend on position, as in the
-    expand kernel."""
+    """Copy this program's share of some rows. Shares depend on position, as in the expand kernel."""
     source_ptr = own_buffer(job, STAGE_X, tl.uint8)
     if own is not None:
         source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
@@ -155,20 +151,38 @@ def _receive_rows(
         at = row
         if own is not None:
             at = tl.load(own.tokens_ptr + number * tile.ROWS + tl.arange(0, tile.ROWS), mask=alive, other=0)
-        _copy_rows(out, row, alive, source_ptr, at, parts.HAS_SCALES, tile.BLOCK_H, tile.TILES)
-    if parts.HAS_IDX:  # a loop of its own: the compiler loads ahead only in loops without others inside
+        _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
+
+
+@triton.jit
+def _receive_experts(
+    job,
+    out,
+    recv_idx_ptr,
+    placement_ptr,
+    arrived,  # ArrivedRows
+    LWP: tl.constexpr,
+    row_limit,
+    parts,
+    choices,
+    ROWS: tl.constexpr,
+):
+    """Store the experts and weights of the same share: in a loop of its own, because the compiler loads rows ahead only
+    in loops without others inside."""
+    if parts.HAS_IDX:
+        first = my_first(arrived.first, 0)
         for number in tl.range(first, arrived.end, tl.num_programs(0) * _ITEMS):
             items = number + tl.arange(0, _ITEMS) * tl.num_programs(0)
-            first_row, end = place_of(job, arrived, items, tile.ROWS, LWP)
-            row = first_row[:, None] + tl.arange(0, tile.ROWS)[None, :]
+            first_row, end = place_of(job, arrived, items, ROWS, LWP)
+            row = first_row[:, None] + tl.arange(0, ROWS)[None, :]
             alive = row < tl.minimum(end, row_limit)[:, None]
             _store_experts(
                 job,
                 recv_idx_ptr,
                 out.recv_weights_ptr,
                 placement_ptr,
-                tl.reshape(row, [_ITEMS * tile.ROWS]),
-                tl.reshape(alive, [_ITEMS * tile.ROWS]),
+                tl.reshape(row, [_ITEMS * ROWS]),
+                tl.reshape(alive, [_ITEMS * ROWS]),
                 parts.HAS_WEIGHTS,
                 choices,
             )
@@ -205,9 +219,11 @@ def compact_rows_kernel(
         fill_rest(recv_idx_ptr, first, row_limit * choices.TOPK, -1)
         if parts.HAS_WEIGHTS:
             fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0)
+    LWP: tl.constexpr = arrivals.LWP
     if arrived & (own.in_place != 0):
-        news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
-        _receive_rows(job, out, recv_idx_ptr, placement_ptr, news, arrivals.LWP, own, row_limit, parts, choices, tile)
+        news = own_rows(job, placement_ptr, tile.ROWS, LWP)
+        _receive_rows(job, out, news, LWP, own, row_limit, parts.HAS_SCALES, tile)
+        _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
@@ -216,8 +232,7 @@ def compact_rows_kernel(
         while (steps < STEPS) & arrived:
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
-                news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP)
-                _receive_rows(
-                    job, out, recv_idx_ptr, placement_ptr, news, arrivals.LWP, None, row_limit, parts, choices, tile
-                )
+                news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
+                _receive_rows(job, out, news, LWP, None, row_limit, parts.HAS_SCALES, tile)
+                _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
                 done = ready
