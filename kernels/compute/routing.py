@@ -11,7 +11,7 @@ Protocol      1 count: for each chunk of tokens, a program gives the entries slo
 Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this decides de-duplication.
-              push_addrs [T, K] int64: addresses of the token's staging rows on this node, then zeros.
+              push_addrs [T, K] int64: addresses of the token's staging rows on this node; 0 = none.
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits.
 Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
