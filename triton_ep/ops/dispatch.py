@@ -45,7 +45,8 @@ def to_send(ctx: DispatchCombineContext, x: Rows) -> tuple[Rows, bool]:
     wire_bytes = ctx.rows.own.wire_bytes
     if ctx.config.payload is not None and x.scale is None:
         return Rows(torch.empty(x.data.shape[0], wire_bytes, dtype=torch.uint8, device=ctx.device)), True
-    return x, x.scale is None and x.data.is_contiguous() and (x.data.data_ptr() | wire_bytes) % 16 == 0
+    dense = x.data.is_contiguous() and x.data.stride(1) == 1  # an empty tensor may have any strides
+    return x, x.scale is None and dense and (x.data.data_ptr() | wire_bytes) % 16 == 0
 
 
 def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
