@@ -473,7 +473,8 @@ class EPAll2AllLayer:
 
         Without a capacity, `dispatch` waits for that number. Here the rows may have room for more than arrive, by
         experience of the previous dispatch, as with a capacity. If more arrive than there is room for, or another rank
-        refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`.
+        refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`, until which `input` must not
+        change.
         """
         self._begin("dispatch", input, weight)
         with call_range("dispatch", self.context):

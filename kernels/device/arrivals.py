@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, buffer_ptrs, table_ptrs
+from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, buffer_ptrs, own_buffer, table_ptrs
 from .groups import pick
 from .job import first_local, is_local, local_rank, my_node, num_nodes, rank_of, state_at
 from .tables import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL, STEPS, report_ptrs
@@ -25,6 +25,7 @@ from .waits import WAIT_ARRIVALS, release_flags, wait_values
 
 ALL_ROWS = tl.constexpr(2**31 - 1)
 _FEW_RANKS = tl.constexpr(4)
+"""Most ranks of a node for which each thread holds where their rows begin and end."""
 _NO_TILES = tl.constexpr(2**30)
 """More tiles than there are, so that a loop that begins there has no iteration; programs can be added to it."""
 
@@ -169,6 +170,25 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
     count_ptrs = report_ptrs(placement_ptr, rank_of(job, node, source), REPORT_ARRIVALS_HERE)
     counts = tl.load(count_ptrs, mask=is_local(job, source), other=0)
     return Sources(node, starts, counts)
+
+
+@triton.jit
+def bytes_of_rows(job, own):
+    """Pointer to the bytes of row 0: of `own`, in wire form, or with None of the staging rows."""
+    if own is None:
+        return own_buffer(job, STAGE_X, tl.uint8)
+    else:
+        return tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def rows_from_there(own, row, item, here):
+    """Numbers [ROWS] of rows, as `bytes_of_rows` counts them. row: staging rows of an item; here: rows wanted."""
+    if own is None:
+        return row
+    else:
+        ROWS: tl.constexpr = row.shape[0]
+        return tl.load(own.tokens_ptr + item * ROWS + tl.arange(0, ROWS), mask=here, other=0)
 
 
 @triton.jit

@@ -16,7 +16,8 @@ Memory order  Acquires the releases of push and forward, which cover stage_x and
 Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
               concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
-              rows outlive this kernel, so it may run again for the same dispatch.
+              rows outlive this kernel, so it may run again for the same dispatch, as long as the caller's rows are the
+              same.
 """
 
 from typing import NamedTuple
@@ -24,8 +25,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import Arrivals, OwnRows, arrived_rows, own_rows, place_of, sources_of, wait_arrivals
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
+from ..device.arrivals import (
+    Arrivals,
+    OwnRows,
+    arrived_rows,
+    bytes_of_rows,
+    own_rows,
+    place_of,
+    rows_from_there,
+    sources_of,
+    wait_arrivals,
+)
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, num_nodes, state_at
@@ -140,17 +151,13 @@ def _receive_rows(
     tile,
 ):
     """Copy this program's share of some rows. Shares depend on position, as in the expand kernel."""
-    source_ptr = own_buffer(job, STAGE_X, tl.uint8)
-    if own is not None:
-        source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
+    source_ptr = bytes_of_rows(job, own)
     first = my_first(arrived.first, 0)
     for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
         first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
         row = first_row + tl.arange(0, tile.ROWS)
         alive = row < tl.minimum(end, row_limit)
-        at = row
-        if own is not None:
-            at = tl.load(own.tokens_ptr + number * tile.ROWS + tl.arange(0, tile.ROWS), mask=alive, other=0)
+        at = rows_from_there(own, row, number, alive)
         _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
 
 

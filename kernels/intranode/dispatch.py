@@ -24,7 +24,7 @@ Memory order  2 is one system-scope release per program and step, after a block 
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
-              rows outlive expand, so it may run again for the same dispatch.
+              rows outlive expand, so it may run again for the same dispatch, as long as the caller's rows are the same.
 """
 
 from typing import Any, NamedTuple
@@ -39,13 +39,15 @@ from ..device.arrivals import (
     OwnRows,
     Senders,
     arrived_rows,
+    bytes_of_rows,
     own_rows,
     place_of,
     release_arrivals,
+    rows_from_there,
     sources_of,
     wait_arrivals,
 )
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, is_local, my_node, num_nodes, state_at
@@ -249,9 +251,7 @@ def _expand_rows(
 
     Shares depend on position, not on progress: programs may see a source at different steps.
     """
-    source_ptr = own_buffer(job, STAGE_X, tl.uint8)
-    if own is not None:
-        source_ptr = tl.multiple_of(own.x_ptr, 16).to(tl.pointer_type(tl.uint8))
+    source_ptr = bytes_of_rows(job, own)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
@@ -264,9 +264,7 @@ def _expand_rows(
         meta = row.to(tl.int64) * (2 * choices.KP)
         # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
-        at = row
-        if own is not None:
-            at = tl.load(own.tokens_ptr + number * tile.ROWS + tl.arange(0, tile.ROWS), mask=here, other=0)
+        at = rows_from_there(own, row, number, here)
         mask = alive[:, None] & (ks < choices.TOPK)
         copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
         # Load all numbers first: after the stores of one row, the next load would wait for memory each time. Columns of

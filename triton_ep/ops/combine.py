@@ -191,7 +191,7 @@ def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_
 def _puller(
     ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, has_bias: bool = False
 ) -> Launcher:
-    kind = (has_weights and not copies, copies > 0, has_bias, int(exchange.whole_programs(fmt.shape, copies)))
+    kind = (has_weights and not copies, copies > 0, has_bias, int(copies == 1))
     return ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)
 
 

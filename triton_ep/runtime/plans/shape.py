@@ -126,10 +126,6 @@ class Shape:
     def spreads(self) -> bool:
         """Rows are sent by small programs on all multiprocessors, next to the programs that lay rows out: without a
         budget, with enough tokens to overlap the two, and not to more ranks than programs can watch."""
-        return self.copies_ahead and self._shares_multiprocessors
-
-    @property
-    def _shares_multiprocessors(self) -> bool:
         free = self.num_nodes == 1 and not self.budgeted and not self.interpreted
         flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
         return free and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
@@ -139,7 +135,7 @@ class Shape:
         """Flags per rank that sends rows, at least one for each of its programs: a power of two, the same for all rows
         of a layer. Rows of other nodes are forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
         programs = self.num_sm if self.num_nodes == 1 else 2 * self.num_sm
-        return next_power_of_2(max(programs, SENDING_PROGRAMS) if self._shares_multiprocessors else programs)
+        return next_power_of_2(max(programs, SENDING_PROGRAMS) if self.spreads else programs)
 
     @property
     def max_chunks(self) -> int:
