@@ -467,19 +467,25 @@ class EPAll2AllLayer:
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 
     def dispatch_ahead(
-        self, input: torch.Tensor, exp_indices: torch.Tensor, weight: torch.Tensor | None, landing: str | None
+        self,
+        input: torch.Tensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None,
+        landing: str | None,
+        later: bool = True,
+        checked: bool = False,
     ) -> Ahead:
         """`dispatch` for callers that launch work on the rows before the host knows how many arrive. No low latency.
 
-        Without a capacity, `dispatch` waits for that number. Here the rows may have room for more than arrive, by
-        experience of the previous dispatch, as with a capacity. If more arrive than there is room for, or another rank
-        refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`, until which `input` must not
-        change.
+        Without a capacity, `dispatch` waits for that number, as this does unless `later`. Then the rows may have room
+        for more than arrive, by experience of the previous dispatch, as with a capacity. If more arrive than there is
+        room for, or another rank refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`,
+        until which `input` must not change. checked: the arguments are known to fit.
         """
         self._begin("dispatch", input, weight)
         with call_range("dispatch", self.context):
-            request = self._requests.dispatch(PLAIN, landing, input, exp_indices, weight, None)
-            sent = steps.dispatch(self.context, request, EXPERT_MAJOR[landing], later=True)
+            request = self._requests.dispatch(PLAIN, landing, input, exp_indices, weight, None, checked)
+            sent = steps.dispatch(self.context, request, EXPERT_MAJOR[landing], later=later)
         return EXPERT_MAJOR[landing].ahead(sent, self.config)
 
     def dispatch_to_slabs(

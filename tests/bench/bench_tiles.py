@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ from triton_ep.runtime.plans.experts import ProductTile
 GROUPS = ("prepare", "passes", "few", "fp8", "bf16", "wgrad")
 WARMERS = 12
 WIDE = ProductTile(128, 256, 128, 3, 8, promote=True, split=True)
-FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": replace(WIDE, stages=4)}
+FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": WIDE._replace(stages=4)}
 SPLIT = ProductTile(128, 256, 64, 4, split=True)
 BF16 = {
     "in use": None,
     "split s4": SPLIT,
-    "split s3": replace(SPLIT, stages=3),
+    "split s3": SPLIT._replace(stages=3),
     "128x128 split, 2 per SM": ProductTile(128, 128, 64, 3, 4, per_sm=2, split=True),
 }
 PREPARED = (
@@ -238,10 +238,10 @@ def few(given: Operands) -> Iterator[Variant]:
         weights, result = given.weights[:copies].contiguous(), given._normal(copies, h)
         tiles = {
             "in use": None,
-            "s5": replace(base, stages=5),
-            "1 per SM s6": replace(base, per_sm=1, stages=6),
-            "1 per SM s8": replace(base, per_sm=1, stages=8),
-            "256 columns, 1 per SM s4": replace(base, per_sm=1, n=2 * base.n, warps=8, stages=4),
+            "s5": base._replace(stages=5),
+            "1 per SM s6": base._replace(per_sm=1, stages=6),
+            "1 per SM s8": base._replace(per_sm=1, stages=8),
+            "256 columns, 1 per SM s4": base._replace(per_sm=1, n=2 * base.n, warps=8, stages=4),
             "128 rows": plans.product_tile("rows", "fp8", 128, "sm_90", True),
         }
         for how, tile in ({"in use": None} if INTERPRETING else tiles).items():

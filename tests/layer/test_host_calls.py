@@ -13,10 +13,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import triton_ep
 from tests.layer.cases import Case, make_layer
+from triton_ep.nn import MoE
 from triton_ep.runtime import launch
 from triton_ep.testing import make_workload
 
@@ -80,6 +82,28 @@ def test_calls_run_no_more_functions(run_ranks, backend, nodes, ranks_per_node, 
     if backend != "host":
         pytest.skip("GPUs also have streams and events; CPU ranks find any addition")
     run_ranks(_check_functions, nodes, ranks_per_node, name)
+
+
+def _check_functions_of_moe(rank: int, nodes: int, ranks_per_node: int, payload: str | None, most: int) -> None:
+    work = make_workload(rank, 2, 8, hidden=128, topk=2, num_experts=4)
+    moe = MoE(128, 128, num_experts=4, topk=2, max_tokens=8, payload=payload, capacity=2.0, router=False)
+
+    def forward() -> None:
+        with torch.no_grad():
+            moe(work.x, work.topk_idx, work.topk_weights)
+
+    counts = _functions(forward)
+    moe.finalize()
+    assert counts.total() <= most, f"{counts.total()} functions of a forward pass: {dict(counts)}"
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("payload, most", [("mxfp8", 184), (None, 162)])
+def test_a_moe_layer_runs_no_more_functions(run_ranks, backend, payload, most):
+    """A forward pass without gradients, with weights of the routing."""
+    if backend != "host":
+        pytest.skip("GPUs also have streams and events; CPU ranks find any addition")
+    run_ranks(_check_functions_of_moe, 1, 2, payload, most)
 
 
 class _Writes(TorchDispatchMode):

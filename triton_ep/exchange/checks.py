@@ -471,7 +471,7 @@ def _check_tensor(
             and extents[-1] == shape[-1]
             and (shape[0] is None or extents[0] == shape[0])
             and tensor.device == device
-            and not isinstance(tensor, MXTensor)
+            and (type(tensor) is torch.Tensor or not isinstance(tensor, MXTensor))
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and not tensor.is_neg()

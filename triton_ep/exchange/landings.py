@@ -162,7 +162,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         if rows.scale is None:
             return rows.data
         if self.kind == "row":
-            return RowScaled(rows.data, rows.scale)
+            return RowScaled.made(rows.data, rows.scale)
         scale = rows.scale.view(torch.float8_e8m0fnu)
         return MXTensor(rows.data, scale, torch.float8_e4m3fn, 32, config.token_dtype)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn, Required, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
@@ -184,6 +183,51 @@ def _stream_now(device: torch.device) -> tuple[Any, bool]:
     return current_stream(), torch.cuda.is_current_stream_capturing()
 
 
+class _Turn:
+    """A pass on an exchange. Not a generator, which would take three times as long."""
+
+    __slots__ = ("_device", "_turns", "_what")
+
+    def __init__(self, turns: _Turns, what: str, device: torch.device) -> None:
+        self._turns, self._what, self._device = turns, what, device
+
+    def __enter__(self) -> None:
+        turns = self._turns
+        if not turns.lock.acquire(blocking=False):
+            raise InputError(
+                f"{self._what} began while {turns.what or 'another pass'} is open on the same exchange, whose rows it "
+                "would overwrite. Give the modules of each micro-batch an exchange of their own: "
+                "exchange=new_exchange(...)."
+            )
+        try:
+            self._order()
+        except BaseException:
+            turns.lock.release()
+            raise
+        turns.what = self._what
+
+    def __exit__(self, *_: object) -> None:
+        self._turns.what = ""
+        self._turns.lock.release()
+
+    def _order(self) -> None:
+        """Make the current stream wait for the previous pass."""
+        turns = self._turns
+        stream, capturing = _stream_now(self._device)
+        if not capturing:
+            if turns.last is not None and turns.last != stream:
+                stream.wait_stream(turns.last)
+            turns.last = stream
+            return
+        if turns.captured is not None and turns.captured != stream:
+            raise InputError(
+                f"{self._what} is captured on another stream than earlier captures on this exchange: the graphs could "
+                "be replayed at the same time. Capture on one stream (torch.cuda.graph(..., stream=s)), give the "
+                "modules an exchange of their own, or, if the other graphs are gone, call forget_captures()."
+            )
+        turns.captured = stream
+
+
 class Exchange:
     """An EPAll2AllLayer and how many modules hold it.
 
@@ -198,44 +242,15 @@ class Exchange:
         self._turns = _turns.setdefault(layer, _Turns())
         LAYERS[layer.context.layer_id] = layer  # ops look the layer up here
 
-    @contextlib.contextmanager
-    def use(self, what: str) -> Iterator[None]:
-        """Run the block as a pass (dispatch to combine) on this exchange; no other pass may be open.
+    def use(self, what: str) -> _Turn:
+        """Context manager: run its block as a pass (dispatch to combine) on this exchange; no other pass may be open.
 
         A pass on another stream than the previous pass waits for the previous pass.
 
         Raises:
             InputError: another pass is open in another thread, or a capture is on another stream than earlier captures.
         """
-        turns = self._turns
-        if not turns.lock.acquire(blocking=False):
-            raise InputError(
-                f"{what} began while {turns.what or 'another pass'} is open on the same exchange, whose rows it would "
-                "overwrite. Give the modules of each micro-batch an exchange of their own: exchange=new_exchange(...)."
-            )
-        try:
-            self._order(what)
-            turns.what = what
-            yield
-        finally:
-            turns.what = ""
-            turns.lock.release()
-
-    def _order(self, what: str) -> None:
-        turns = self._turns
-        stream, capturing = _stream_now(self.layer.context.device)
-        if not capturing:
-            if turns.last is not None and turns.last != stream:
-                stream.wait_stream(turns.last)
-            turns.last = stream
-            return
-        if turns.captured is not None and turns.captured != stream:
-            raise InputError(
-                f"{what} is captured on another stream than earlier captures on this exchange: the graphs could be "
-                "replayed at the same time. Capture on one stream (torch.cuda.graph(..., stream=s)), give the modules "
-                "an exchange of their own, or, if the other graphs are gone, call forget_captures()."
-            )
-        turns.captured = stream
+        return _Turn(self._turns, what, self.layer.context.device)
 
     def forget_captures(self) -> None:
         """Allow captures on any stream again; no graph captured so far may be replayed afterwards."""

@@ -29,9 +29,9 @@ from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
-from triton_ep.ops.experts import gate_up, gate_up_unchecked, rows_product, rows_product_unchecked
+from triton_ep.ops.experts import gate_up, gate_up_directly, rows_product, rows_product_directly
 from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
-from triton_ep.ops.library import without_grad
+from triton_ep.ops.library import is_observed, without_grad
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
 from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
@@ -44,6 +44,7 @@ Saved = dict[str, Any]
 form exists, or `Arrived`; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALL = slice(None)
 _STRIP = 128
 """Strips of rows have a multiple of this number of columns: the width of a tile of the gradients of weights."""
@@ -128,7 +129,7 @@ def expert_block(
     return block.run(x_rows, row_weights, params, offs, tiles, keep=False)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made in each pass: a frozen one would take twice as long
 class ExpertBlock:
     """Both directions of `expert_block` without autograd: the `Experts` of a `MoEBlock`. params: w13, w2, b13, b2.
 
@@ -153,11 +154,11 @@ class ExpertBlock:
 
     def before(self, params: Params) -> Callable[[], None] | None:
         """A call that updates prepared copies of changed weights, which needs no rows; None if all are current."""
-        prepared, names = self.prepared, ("w13", "w2")
+        prepared = self.prepared
         if prepared is None:
             return None
-        weights = [(name, weight) for name, weight in zip(names, params, strict=False) if weight is not None]
-        stale = [(name, weight) for name, weight in weights if prepared.is_stale(weight, name=name)]
+        weights = ("w13", params[0]), ("w2", params[1])
+        stale = [(name, w) for name, w in weights if w is not None and prepared.is_stale(w, name=name)]
         if not stale:
             return None
 
@@ -213,8 +214,9 @@ class ExpertBlock:
             raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
         w13, w2, b13, b2 = params
         operand = self._operand(rows, offs)
-        checked = checked and (self.prepared is not None or all(map(_is_plain, (w13, w2))))
-        first, second = (gate_up_unchecked, rows_product_unchecked) if checked else (gate_up, rows_product)
+        direct = checked and not is_observed() and all(map(_is_plain, (b13, b2)))
+        direct = direct and (self.prepared is not None or all(map(_is_bf16, (w13, w2))))
+        first, second = (gate_up_directly, rows_product_directly) if direct else (gate_up, rows_product)
         act, pre = first(
             operand,
             self._weight(w13, "fprop", "w13"),
@@ -362,9 +364,14 @@ def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
 
 
-def _is_plain(weight: torch.Tensor | None) -> bool:
+def _is_bf16(weight: torch.Tensor | None) -> bool:
     """Whether products take a weight as it is, apart from its shape and device."""
-    return weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    return weight is not None and weight.dtype == torch.bfloat16 and _is_plain(weight)
+
+
+def _is_plain(x: torch.Tensor | None) -> bool:
+    """Whether this is None, or a contiguous tensor of no subclass."""
+    return x is None or (type(x) in _PLAIN and x.is_contiguous())
 
 
 def _wide(x: Rows) -> torch.Tensor | None:

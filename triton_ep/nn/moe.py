@@ -193,14 +193,15 @@ class MoE(nn.Module):
             FinalizedError: the exchange was finalized: call `connect`.
             WaitTimeout, CallMismatch: as `EPAll2AllLayer.dispatch` and `combine`.
         """
-        self.last_aux = None  # it may hold the previous step's autograd graph
+        if self.last_aux is not None:  # setting attributes of modules takes long
+            self.last_aux = None  # it may hold the previous step's autograd graph
         if torch.compiler.is_compiling():
             return self._traced(x, topk_idx, topk_weights)
         exchange = self._connection.exchange
         try:
             shared = None if self.shared is None else self._begin_shared(x)
             ids, weights = self._route(x, topk_idx, topk_weights)
-            tokens = x.reshape(-1, self.hidden).contiguous()
+            tokens = _in_rows(x, self.hidden)
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
             if exchange.layer.config.low_latency and torch.is_grad_enabled():
                 raise InputError(NO_GRADIENT)
@@ -212,7 +213,7 @@ class MoE(nn.Module):
         # Call the module, not its forward: FSDP's hooks gather sharded parameters.
         y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()
-        y = y.view(x.shape)
+        y = y if x.dim() == 2 else y.view(x.shape)
         return y if shared is None else y + shared.join()
 
     def _begin_shared(self, x: Any) -> Beside:
@@ -256,15 +257,18 @@ class MoE(nn.Module):
             found = self.router(x)
             if not isinstance(found, tuple | list) or len(found) not in (2, 3):
                 raise InputError(f"the router must return (topk_idx, topk_weights[, aux]), got {_shown(found)}.")
-            topk_idx, topk_weights, self.last_aux = (*found, None)[:3]
+            topk_idx, topk_weights = found[:2]
+            if len(found) == 3:
+                self.last_aux = found[2]
         wanted = (*x.shape[:-1], self.topk)
         for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(value, torch.Tensor) or value.shape != wanted:
                 raise InputError(f"{name} of {source} must be a tensor {list(wanted)}, got {_shown(value)}.")
         if not topk_weights.is_floating_point():
             raise InputError(f"topk_weights of {source} must be floating-point, got {topk_weights.dtype}.")
-        ids = topk_idx.reshape(-1, self.topk).contiguous()
-        return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
+        if topk_weights.dtype != torch.float32:
+            topk_weights = topk_weights.float()
+        return _in_rows(topk_idx, self.topk), _in_rows(topk_weights, self.topk)
 
     def invalidate(self) -> None:
         """Build kept copies of the weights anew: call this after a change that torch's version counters do not show."""
@@ -335,6 +339,11 @@ class MoE(nn.Module):
         sizes = self._connection.sizes
         rows = "exact" if sizes.capacity is None else f"capacity={sizes.capacity}"
         return f"top-{sizes.topk} of {sizes.num_experts}, max_tokens={sizes.max_tokens}, {rows}"
+
+
+def _in_rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """The tensor as contiguous [rows, columns]."""
+    return tensor if tensor.dim() == 2 and tensor.is_contiguous() else tensor.reshape(-1, columns).contiguous()
 
 
 def _shown(value: Any) -> str:

@@ -99,7 +99,7 @@ class Needs:
     last: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made in each pass: a frozen one would take twice as long
 class MoEBlock:
     """Dispatch, experts, combine over one layer.
 
@@ -114,6 +114,7 @@ class MoEBlock:
             arrive. There may be room for fewer than `expert_offsets` says: then kernels must leave out what does not
             fit, and `forward` is called again. What is kept has the rows that arrived, because checkpoints compare the
             shapes of repeated passes.
+        checked: the caller has checked tokens, ids and weights.
     """
 
     layer: EPAll2AllLayer
@@ -123,6 +124,7 @@ class MoEBlock:
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
     ahead: bool = False
+    checked: bool = False
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -170,11 +172,8 @@ class MoEBlock:
 
         work: of the experts, which needs no rows; None: none. ahead: the counts may be read after the experts' work.
         """
-        if work is None and ahead:
-            return self.layer.dispatch_ahead(*given, self.landing)
         if work is None:
-            received, weights, desc = self.layer.dispatch(*given, landing=self.landing)
-            return Ahead(received, weights, desc, None)
+            return self.layer.dispatch_ahead(*given, self.landing, ahead, self.checked)
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)

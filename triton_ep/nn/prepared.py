@@ -19,6 +19,8 @@ PRECISIONS = ("default", "fast", "exact")
 USES = ("fprop", "dgrad")
 
 Copy = RowScaled | torch.Tensor
+_Identity = tuple[int, int, torch.Size, int]
+"""Address, version counter and shape of a weight, and how often `invalidate` was called."""
 
 
 @dataclass
@@ -26,7 +28,7 @@ class _Kept:
     """One copy, and the identity of the weight it was computed from."""
 
     copy: Copy
-    made_of: tuple[int, int, int]
+    made_of: _Identity
 
 
 class PreparedWeights:
@@ -86,9 +88,9 @@ class PreparedWeights:
         if self.prepared == "none" or (self.prepared == "fprop" and use == "dgrad"):
             return self._make(weight, (use,), {})[use]
         key = (name or tuple(weight.shape), use)
-        made_of = (*_identity(weight), self._changes)
+        made_of = self._identity(weight)
         kept = self._kept.get(key)
-        if kept is not None and kept.made_of == made_of and _fits(kept.copy, weight, use):
+        if kept is not None and kept.made_of == made_of:
             return kept.copy
         if _is_capturing(weight.device):
             state = "missing" if kept is None else "out of date"
@@ -110,14 +112,18 @@ class PreparedWeights:
 
     def is_stale(self, weight: torch.Tensor, *, name: str = "") -> bool:
         """Whether a kept copy of the weight must be computed again at its next use."""
-        made_of = (*_identity(weight), self._changes)
-        return any(self._is_stale((name or tuple(weight.shape), use), made_of) for use in USES)
+        key, made_of = name or tuple(weight.shape), self._identity(weight)
+        return self._is_stale((key, "fprop"), made_of) or self._is_stale((key, "dgrad"), made_of)
 
     def invalidate(self) -> None:
         """Compute copies again at their next use. Call it when weights change without moving their version counters."""
         self._changes += 1
 
-    def _is_stale(self, key: tuple[Any, str], made_of: tuple[int, int, int]) -> bool:
+    def _identity(self, weight: torch.Tensor) -> _Identity:
+        memory = weight.qdata if isinstance(weight, MXTensor) else weight
+        return memory.data_ptr(), version_of(memory), memory.shape, self._changes
+
+    def _is_stale(self, key: tuple[Any, str], made_of: _Identity) -> bool:
         """Whether the copy is kept, but out of date."""
         kept = self._kept.get(key)
         return kept is not None and kept.made_of != made_of
@@ -125,7 +131,8 @@ class PreparedWeights:
     def _make(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
         """Copies for these uses, in the memory of old ones where they fit."""
         # Copies outlive inference mode and must stay writable outside it, unless the weight is not.
-        with torch.inference_mode(_memory(weight).is_inference()):
+        memory = weight.qdata if isinstance(weight, MXTensor) else weight
+        with torch.inference_mode(memory.is_inference()):
             return self._make_now(weight, uses, old)
 
     @torch.no_grad()  # leaving inference mode turns gradients on
@@ -147,16 +154,6 @@ def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _identity(weight: torch.Tensor) -> tuple[int, int]:
-    """Address and version counter."""
-    memory = _memory(weight)
-    return memory.data_ptr(), version_of(memory)
-
-
-def _memory(weight: torch.Tensor) -> torch.Tensor:
-    return weight.qdata if isinstance(weight, MXTensor) else weight
 
 
 def version_of(tensor: torch.Tensor) -> int:

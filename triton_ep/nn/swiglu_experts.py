@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,6 +117,9 @@ class SwiGLUExperts(nn.Module):
         self.register_parameter("b2", b2)
         self.register_load_state_dict_pre_hook(_fit_state_dict)
         self.register_load_state_dict_post_hook(_after_load)
+        ends = ("1", "3", "2") if separate else ("13", "2")
+        self._names = [letter + end for letter in ("wb" if bias else "w") for end in ends]
+        self._shapes = [getattr(self, name).shape for name in self._names]
         self._shards: list[int] = []
         self.key = operations.register(self)
         self.reset_parameters()
@@ -205,7 +209,8 @@ class SwiGLUExperts(nn.Module):
         """Apply the experts to local rows or, over an exchange, to tokens that are dispatched and combined.
 
         Arguments:
-            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16.
+            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16,
+                checked with `routing` and `weights` as `EPAll2AllLayer.dispatch` would.
             routing: [e + 1] int32, first row of each expert's segment, then the end of the last. Over an exchange:
                 experts of the tokens, [T, K] int32 or int64, -1 = dropped.
             weights: [R] float32, which multiply each row's result; None: ones. Over an exchange: [T, K] float32.
@@ -225,24 +230,28 @@ class SwiGLUExperts(nn.Module):
         assert isinstance(x, torch.Tensor) and weights is not None, "the caller's"
         if operations.is_observed():
             return operations.moe(self, over.layer, x, routing, weights)
+        low_latency = over.layer.config.low_latency
         try:
-            self._check(x.device)
+            own = self._checked_parameters(over.layer.context.device)
             # The block takes separate parameters themselves, to see whether they change before the backward pass.
-            joined = not self.separate or over.layer.config.low_latency
-            given: Params = self.parameters_now() if joined else self.local_parameters()
+            joined = not self.separate or low_latency
+            given: Params = own if not joined else self.parameters_now() if self.separate else self.joined(own)
         except Exception:
             over.layer.refuse()
             raise
-        if over.layer.config.low_latency:
+        if low_latency:
             return self.low_latency_pass(over, x, routing, weights, given)
-        return self.block_over(over, joined)(x, routing, weights, given)
+        return self.block_over(over, joined, checked=True)(x, routing, weights, given)
 
-    def block_over(self, over: Exchange, joined: bool = True) -> MoEBlock:
-        """Dispatch, these experts, combine. Its parameters are w13, w2, b13, b2, or with joined=False the module's."""
+    def block_over(self, over: Exchange, joined: bool = True, checked: bool = False) -> MoEBlock:
+        """Dispatch, these experts, combine. Its parameters are w13, w2, b13, b2, or with joined=False the module's.
+
+        checked: as of `MoEBlock`.
+        """
         block = ExpertBlock(self.prepared, self._settings(aligned=True), keeper_of_arrivals(over.layer))
         experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(over.layer, experts, landing, landing, over.use, experts.before, ahead=True)
+        return MoEBlock(over.layer, experts, landing, landing, over.use, experts.before, ahead=True, checked=checked)
 
     def low_latency_pass(
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Params
@@ -257,11 +266,7 @@ class SwiGLUExperts(nn.Module):
 
     def local_parameters(self) -> list[torch.Tensor]:
         """This rank's parts of w13 (or w1, w3), w2, and the biases in the same order."""
-        return [local_part(getattr(self, name)) for name in self._names()]
-
-    def _names(self) -> list[str]:
-        ends = ("1", "3", "2") if self.separate else ("13", "2")
-        return [letter + end for letter in ("w", "b")[: 1 if self.b2 is None else 2] for end in ends]
+        return [local_part(getattr(self, name)) for name in self._names]
 
     def joined(self, parameters: Sequence[torch.Tensor]) -> Parameters:
         """w13, w2, b13, b2 as the products take them, from `local_parameters`. No gradient."""
@@ -296,27 +301,25 @@ class SwiGLUExperts(nn.Module):
         """Replace given weights by the module's own if these have a `main_grad` and the products take them uncast."""
         as_they_are = not self.separate and (self.payload is not None or self.w2.dtype == torch.bfloat16)
         found = []
-        for name, given in zip(self._names(), parameters, strict=True):
+        for name, given in zip(self._names, parameters, strict=True):
             own = local_part(getattr(self, name))
             found.append(own if as_they_are and name.startswith("w") and hasattr(own, "main_grad") else given.detach())
         return found
 
-    def _check(self, device: torch.device) -> None:
-        """Raise InputError if a parameter was replaced by one of another shape or on another device."""
-        rows = {"13": (2 if self.activation.gated else 1) * self.ffn, "1": self.ffn, "3": self.ffn, "2": self.hidden}
-        for name in self._names():
-            value, end = local_part(getattr(self, name)), name[1:]
-            columns = () if name.startswith("b") else (self.ffn if end == "2" else self.hidden,)
-            wanted = (self.num_local_experts, rows[end], *columns)
+    def _checked_parameters(self, device: torch.device) -> list[torch.Tensor]:
+        """`local_parameters`. Raises InputError if one was replaced by one of another shape or on another device."""
+        found = self.local_parameters()
+        for name, value, wanted in zip(self._names, found, self._shapes, strict=True):
             if value.shape != wanted or value.device != device:
                 raise InputError(
                     f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
                     f"{value.device}."
                 )
+        return found
 
     def _settings(self, aligned: bool) -> ExpertSettings:
         precision = None if self.payload is None else self.precision
-        return ExpertSettings(self.activation, precision, aligned)
+        return _settings(self.activation, precision, aligned)
 
     def extra_repr(self) -> str:
         """Sizes and options other than the defaults."""
@@ -325,6 +328,12 @@ class SwiGLUExperts(nn.Module):
         kind = self.activation.kind + "" if self.activation.gated else self.activation.kind + ", not gated"
         how = "bf16" if self.payload is None else f"{self.payload}, {self.precision}"
         return f"{text}, {kind}, {how}"
+
+
+@functools.cache
+def _settings(activation: Activation, precision: str | None, aligned: bool) -> ExpertSettings:
+    """Made once, because its checks take host time."""
+    return ExpertSettings(activation, precision, aligned)
 
 
 def check_precision(payload: Any, precision: Any) -> None:

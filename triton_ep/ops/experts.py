@@ -11,7 +11,7 @@ shapes take a slower path.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,11 +20,12 @@ from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.grouped_bf16 import boxes, fits_tma, programs
-from triton_ep.ops.row_scales import RowScaled, rebase_rows_unchecked
+from triton_ep.ops.row_scales import RowScaled, rebase_rows, rebase_rows_directly
 from triton_ep.ops.strides import dense
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING, Boxes
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import (
     ACT_OUT,
     ProductTile,
@@ -35,6 +36,8 @@ from triton_ep.runtime.plans.experts import (
 )
 
 _SWIGLU = Activation()
+_MOST_WAYS = 512
+"""Sizes of products whose tile, plan and grid are remembered. Exact dispatches bring new ones at each call."""
 _Operand = torch.Tensor | RowScaled
 _Parts = tuple[torch.Tensor, torch.Tensor | None]
 """Values, and their row scales if they have some."""
@@ -92,12 +95,19 @@ def _check_segments(offs: torch.Tensor, tiles: torch.Tensor | None, num_experts:
         raise InputError(f"tiles must be the table that tile_table returns; it is {tiles.dtype} {list(tiles.shape)}.")
 
 
-def _choose(
-    product: str, rows: torch.Tensor, num_experts: int, scaled: bool, fast: bool, tma: bool, halves: int = 1
-) -> ProductTile:
+class _Sizes(NamedTuple):
+    """Sizes of a product, and the device. columns: of the results; for the first product, of one half."""
+
+    num_rows: int
+    num_experts: int
+    columns: int
+    device: torch.device
+
+
+def _choose(product: str, sizes: _Sizes, scaled: bool, fast: bool, tma: bool, halves: int = 1) -> ProductTile:
     arithmetic = ("fast" if fast else "fp8") if scaled else "bf16"
     arch = None if INTERPRETING else runtime.architecture()
-    return product_tile(product, arithmetic, -(-rows.shape[0] // num_experts), arch, tma, halves)
+    return product_tile(product, arithmetic, -(-sizes.num_rows // sizes.num_experts), arch, tma, halves)
 
 
 def _places(tile: ProductTile, offs: torch.Tensor, tiles: torch.Tensor | None, num_rows: int) -> torch.Tensor:
@@ -107,12 +117,28 @@ def _places(tile: ProductTile, offs: torch.Tensor, tiles: torch.Tensor | None, n
     return tile_table(offs, num_rows) if tiles is None else tiles
 
 
-def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int) -> int:
+def _grid(tile: ProductTile, sizes: _Sizes) -> int:
     per_sm = 1 if INTERPRETING else tile.per_sm
-    return min(programs(rows.device) * per_sm, most_programs(tile, rows.shape[0], num_experts, columns))
+    return min(programs(sizes.device) * per_sm, most_programs(tile, *sizes[:3]))
 
 
 # --- gate and up --------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(_MOST_WAYS)
+def _gate_up_way(
+    sizes: _Sizes,
+    scaled: bool,
+    fast: bool,
+    tma: bool,
+    has: tuple[bool, bool, bool],
+    act: str,
+    activation: Activation,
+    tile: ProductTile | None,
+) -> tuple[ProductTile, Plan, int]:
+    """Tile, plan and grid; tile: None = by size."""
+    tile = tile or _choose("gate_up", sizes, scaled, fast, tma, 2 if activation.gated else 1)
+    return tile, gate_up_plan(tile, sizes.num_experts, tma, scaled, has, act, activation), _grid(tile, sizes)
 
 
 def launch_gate_up(
@@ -128,8 +154,8 @@ def launch_gate_up(
     fast: bool,
     tile: ProductTile | None = None,
     tma: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The activation, its scale bytes (empty unless act="mx") and its input (empty unless keep_pre).
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The activation, its scale bytes (None unless act="mx") and its input (None unless keep_pre).
 
     Operands must be checked already. tile: None = by size. tma: None = wherever sizes and addresses allow.
     """
@@ -137,21 +163,24 @@ def launch_gate_up(
     (num_rows, k), (num_experts, width, _) = rows.shape, w.shape
     halves = 2 if activation.gated else 1
     f = width // halves
-    out, out_scale, pre = _gate_up_like(rows, w, activation.gated, keep_pre, act)
+    out = rows.new_empty((num_rows, f), dtype=torch.float8_e4m3fn if act == "mx" else torch.bfloat16)
+    out_scale = rows.new_empty((num_rows, f // 32), dtype=torch.uint8) if act == "mx" else None
+    pre = rows.new_empty((num_rows, width), dtype=torch.bfloat16) if keep_pre else None
     if num_rows == 0 or width == 0:
         return out, out_scale, pre
     rows = dense(rows.contiguous())
     tma = fits_tma((rows, k), (w, k)) and not INTERPRETING if tma is None else tma
-    tile = tile or _choose("gate_up", rows, num_experts, x_scale is not None, fast, tma, halves)
+    has = (bias is not None, row_weights is not None, keep_pre)
+    sizes = _Sizes(num_rows, num_experts, f, rows.device)
+    tile, plan, grid = _gate_up_way(sizes, x_scale is not None, fast, tma, has, act, activation, tile)
     places = _places(tile, offs, tiles, num_rows)
     operands: tuple[Any, Any] = (rows, w)
     if tma:
         by_half = Boxes(w, [num_experts * halves, f, k], [f * k, k, 1], [halves, tile.n, tile.k])
         operands = (boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]), by_half)
-    has = (bias is not None, row_weights is not None, keep_pre)
     runtime.launch(
-        gate_up_plan(tile, num_experts, tma, x_scale is not None, has, act, activation),
-        _grid(tile, rows, num_experts, f),
+        plan,
+        grid,
         x=operands[0],
         w=operands[1],
         # Pointers that the kernel does not read get `places`.
@@ -160,8 +189,8 @@ def launch_gate_up(
         bias_ptr=places if bias is None else bias,
         row_weights_ptr=places if row_weights is None else row_weights,
         act_ptr=out,
-        act_scale_ptr=out_scale if act == "mx" else places,
-        pre_ptr=pre if keep_pre else places,
+        act_scale_ptr=places if out_scale is None else out_scale,
+        pre_ptr=places if pre is None else pre,
         tiles_ptr=places,
         num_rows=num_rows,
         f=f,
@@ -208,7 +237,9 @@ def _gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     activation = Activation(kind, gated, limit, alpha, up_offset)
     operands = (x, x_scale), (w, w_scale)
-    return launch_gate_up(*operands, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+    out, scale, pre = launch_gate_up(*operands, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+    scale = x.new_empty((0,), dtype=torch.uint8) if scale is None else scale
+    return out, scale, x.new_empty((0,), dtype=torch.bfloat16) if pre is None else pre
 
 
 @library.without_grad
@@ -249,21 +280,15 @@ def gate_up(
     """
     activation = activation or _SWIGLU
     _check_gate_up(x, w13, offs, row_weights, activation, bias, act, tiles)
-    return gate_up_unchecked(
-        x,
-        w13,
-        offs,
-        row_weights=row_weights,
-        activation=activation,
-        bias=bias,
-        keep_pre=keep_pre,
-        act=act,
-        fast=fast,
-        tiles=tiles,
-    )
+    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    operands = (rows, x_scale, w, w_scale, offs, tiles, *vectors)
+    value, scale, pre = _gate_up(*operands, *_spelled(activation), keep_pre, act, fast)
+    result: _Operand = rebase_rows(value, scale, offs) if act == "mx" else value
+    return result, pre if keep_pre else None
 
 
-def gate_up_unchecked(
+def gate_up_directly(
     x: _Operand,
     w13: _Operand,
     offs: torch.Tensor,
@@ -276,13 +301,9 @@ def gate_up_unchecked(
     fast: bool,
     tiles: torch.Tensor | None,
 ) -> tuple[_Operand, torch.Tensor | None]:
-    """`gate_up` for operands that are known to fit: less host time. Call it without gradients."""
-    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
-    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
-    operands = (rows, x_scale, w, w_scale, offs, tiles, *vectors)
-    value, scale, pre = _gate_up(*operands, *_spelled(activation), keep_pre, act, fast)
-    result: _Operand = rebase_rows_unchecked(value, scale, offs) if act == "mx" else value
-    return result, pre if keep_pre else None
+    """`gate_up` of plain tensors that are known to fit and contiguous, where nothing observes ops: less host time."""
+    value, scale, pre = launch_gate_up(x, w13, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+    return value if scale is None else rebase_rows_directly(value, scale, offs), pre
 
 
 def _check_gate_up(
@@ -324,6 +345,24 @@ def _spelled(activation: Activation) -> tuple[Any, ...]:
 # --- rows times weights ---------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(_MOST_WAYS)
+def _rows_way(
+    sizes: _Sizes,
+    scaled: bool,
+    fast: bool,
+    tma: bool,
+    k_major: bool,
+    aligned: bool,
+    has: tuple[bool, bool],
+    zero_rest: bool,
+    tile: ProductTile | None,
+) -> tuple[ProductTile, Plan, int]:
+    """Tile, plan and grid; tile: None = by size."""
+    tile = tile or _choose("rows", sizes, scaled, fast, tma)
+    plan = rows_plan(tile, sizes.num_experts, tma, scaled, k_major, aligned, has, zero_rest)
+    return tile, plan, _grid(tile, sizes)
+
+
 def launch_rows_product(
     a: _Operand | _Parts,
     w: _Operand | _Parts,
@@ -352,12 +391,12 @@ def launch_rows_product(
     # bf16 tiles step by 64 terms. With a transposed w, a box that crosses K would load rows of the next expert.
     able = fits_tma((rows, k), (weights, k if k_major else n)) and (k_major or k % 64 == 0)
     tma = able and not INTERPRETING if tma is None else tma
-    tile = tile or _choose("rows", rows, num_experts, a_scale is not None, fast, tma)
-    places = _places(tile, offs, tiles, num_rows)
-    operands: tuple[Any, Any, Any] = (rows, weights, out)
     has = (bias is not None, row_weights is not None)
     aligned = aligned and fits_tma((out, out.stride(0)))
-    plan = rows_plan(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
+    sizes = _Sizes(num_rows, num_experts, n, rows.device)
+    tile, plan, grid = _rows_way(sizes, a_scale is not None, fast, tma, k_major, aligned, has, zero_rest, tile)
+    places = _places(tile, offs, tiles, num_rows)
+    operands: tuple[Any, Any, Any] = (rows, weights, out)
     box_stores = plan.constexprs["BOX_STORES"]
     if tma:
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
@@ -369,7 +408,7 @@ def launch_rows_product(
         )
     runtime.launch(
         plan,
-        _grid(tile, rows, num_experts, n),
+        grid,
         a=operands[0],
         w=operands[1],
         out=operands[2],
@@ -476,12 +515,17 @@ def rows_product(
         InputError: operands that do not fit each other.
     """
     _check_rows_product(a, w, offs, bias, row_weights, out, tiles)
-    return rows_product_unchecked(
-        a, w, offs, bias=bias, row_weights=row_weights, out=out, fast=fast, aligned=aligned, tiles=tiles
-    )
+    (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    operands = (rows, a_scale, weights, w_scale, offs, tiles, *vectors, fast, aligned)
+    if out is None:
+        made: torch.Tensor = _rows_product(*operands)
+        return made
+    _rows_product_into(*operands, out)
+    return out
 
 
-def rows_product_unchecked(
+def rows_product_directly(
     a: _Operand,
     w: _Operand,
     offs: torch.Tensor,
@@ -493,14 +537,12 @@ def rows_product_unchecked(
     aligned: bool,
     tiles: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`rows_product` for operands that are known to fit: less host time. Call it without gradients."""
-    (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
-    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
-    operands = (rows, a_scale, weights, w_scale, offs, tiles, *vectors, fast, aligned)
+    """`rows_product` of plain tensors that are known to fit and contiguous, where nothing observes ops: less host
+    time."""
+    (rows, _), (weights, _) = _parts(a), _parts(w)
     if out is None:
-        made: torch.Tensor = _rows_product(*operands)
-        return made
-    _rows_product_into(*operands, out)
+        out = rows.new_empty((rows.shape[0], weights.shape[1]), dtype=torch.bfloat16)
+    launch_rows_product(a, w, offs, out, tiles, row_weights, bias, fast, aligned)
     return out
 
 

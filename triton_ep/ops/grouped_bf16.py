@@ -83,7 +83,11 @@ def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[in
 
 def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
     """True if starts and rows are 16-byte aligned, as TMA requires. operands: tensor, row stride in elements."""
-    return all(t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 for t, stride in operands)
+    # Hot path: a loop, because a generator takes three times as long.
+    odd = 0
+    for tensor, stride in operands:
+        odd |= tensor.data_ptr() | stride * tensor.element_size()
+    return odd % 16 == 0
 
 
 def programs(device: torch.device) -> int:

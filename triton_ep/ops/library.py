@@ -43,7 +43,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:
-            if _is_observed() or not _PLAIN.issuperset(map(type, (*args, *named.values()))):
+            if is_observed() or not _PLAIN.issuperset(map(type, (*args, *named.values()))):
                 return made(*args, **named)
             found = function(*args, **named)
             for i in written:  # as the dispatcher does
@@ -56,8 +56,11 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     return register
 
 
-def _is_observed() -> bool:
-    """True if autograd, torch.compile, a torch mode, a transform of torch.func or a profiler may observe ops."""
+def is_observed() -> bool:
+    """True if autograd, torch.compile, a torch mode, a transform of torch.func or a profiler may observe ops.
+
+    Who has several ops to run may ask once, and call launchers instead.
+    """
     return (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_ep.kernels.device.codes import (
     ACT_GELU,
@@ -125,8 +124,7 @@ def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> Plan:
 # --- products ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
-class ProductTile:
+class ProductTile(NamedTuple):
     """Tile of a product over segments of rows.
 
     Attributes:
@@ -165,7 +163,7 @@ class ProductTile:
 
 @functools.cache
 def _halved(tile: ProductTile) -> ProductTile:
-    return replace(tile, n=tile.n // 2)
+    return tile._replace(n=tile.n // 2)
 
 
 _BF16_FEW = ProductTile(64, 128, 64, 6, table=False)
@@ -182,7 +180,7 @@ PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ..
     "sm_90": {
         ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4, flatten=True))),
         ("gate_up", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
-        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, replace(_FP8_FAST, flatten=False))),
+        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST._replace(flatten=False))),
         ("rows", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 3, flatten=True))),
         ("rows", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
         ("rows", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
