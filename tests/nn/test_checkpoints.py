@@ -133,7 +133,8 @@ def _checkpoint(layout: str) -> dict[str, torch.Tensor]:
     if layout == "fused":
         fused = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
         return state | {f"{PREFIX}experts.{name}": value for name, value in fused.items()}
-    biases = torch.linspace(-1, 1, EXPERTS * 2 * FFN).view(EXPERTS, FFN, 2), torch.rand(EXPERTS, HIDDEN)
+    of_down = torch.rand(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4))  # the same on all ranks
+    biases = torch.linspace(-1, 1, EXPERTS * 2 * FFN).view(EXPERTS, FFN, 2), of_down
     by_turns = {
         "experts.gate_up_proj": torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2),
         "experts.gate_up_proj_bias": biases[0].flatten(1).bfloat16(),

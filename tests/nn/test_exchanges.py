@@ -36,6 +36,7 @@ def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
     own = new_exchange(HIDDEN, **SIZES)
     third = _moe(exchange=own)
     assert third.exchange is own
+    third.load_state_dict(second.state_dict())  # a GPU draws other numbers for two halves than for both at once
     x = _x(rank)
     # Two layers of a model, forward and backward, over one shared exchange and over one exchange each.
     shared, apart = (torch.autograd.grad(b(a(x)).float().sum(), x)[0] for a, b in ((first, second), (first, third)))
