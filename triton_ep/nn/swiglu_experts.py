@@ -209,8 +209,8 @@ class SwiGLUExperts(nn.Module):
         """Apply the experts to local rows or, over an exchange, to tokens that are dispatched and combined.
 
         Arguments:
-            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16,
-                checked with `routing` and `weights` as `EPAll2AllLayer.dispatch` would.
+            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16;
+                the caller has checked x, routing and weights as `EPAll2AllLayer.dispatch` does.
             routing: [e + 1] int32, first row of each expert's segment, then the end of the last. Over an exchange:
                 experts of the tokens, [T, K] int32 or int64, -1 = dropped.
             weights: [R] float32, which multiply each row's result; None: ones. Over an exchange: [T, K] float32.
