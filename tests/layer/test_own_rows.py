@@ -20,6 +20,8 @@ CASES = (
     replace(PLAIN, name="own_quantised", payload="mxfp8", quantised_input=True),
     replace(PLAIN, name="own_budget", sm_budget=4, local_combine=True),
 )
+OF_FOUR = {(1, 4): "own_static_local", (2, 2): "own_mxfp8"}
+"""Cases of four CPU ranks, which take five times as long as two."""
 WAYS = ("plain", "hook", "unaligned", "staging_all")
 
 
@@ -65,6 +67,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_own_rows_are_staged_only_if_they_must_be(run_ranks, nodes, ranks_per_node, case):
+def test_own_rows_are_staged_only_if_they_must_be(run_ranks, backend, nodes, ranks_per_node, case):
     """Same bits in any case; whole calls leave the staging rows of this rank as they were, calls by hook do not."""
+    if backend == "host" and OF_FOUR.get((nodes, ranks_per_node), case.name) != case.name:
+        pytest.skip("four CPU ranks take one case")
     run_ranks(_check, nodes, ranks_per_node, case)
