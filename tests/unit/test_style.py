@@ -41,7 +41,7 @@ LONG_SIGNATURES = {
     "PrepareFinalize.__init__",
 }
 # Plans and launches of the expert block.
-LONG_OF_EXPERTS = {"experts", "experts_backward", "launch_gate_up", "launch_rows_product", "_run_rows_product"}
+LONG_OF_EXPERTS = {"experts", "experts_backward", "launch_gate_up", "launch_rows_product"}
 
 
 def _name(path: Path) -> str:

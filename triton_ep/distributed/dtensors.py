@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
+PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+"""Types of tensors that are no subclass with a behaviour of its own."""
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether this is a DTensor; torch.distributed.tensor is imported only for wrapper subclasses."""
-    # Few tensors are subclasses, and to find out about these takes a tenth of a MoE layer's host time.
-    if type(x) in _PLAIN or not is_traceable_wrapper_subclass(x):
+    # Hot path: most tensors are plain, and torch's search for wrapper subclasses takes longer.
+    if type(x) in PLAIN_TENSORS or not is_traceable_wrapper_subclass(x):
         return False
     from torch.distributed.tensor import DTensor
 

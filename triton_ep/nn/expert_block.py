@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.distributed.dtensors import PLAIN_TENSORS
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.arrivals import Arrived
@@ -44,7 +45,6 @@ Saved = dict[str, Any]
 form exists, or `Arrived`; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALL = slice(None)
 _STRIP = 128
 """Strips of rows have a multiple of this number of columns: the width of a tile of the gradients of weights."""
@@ -129,7 +129,7 @@ def expert_block(
     return block.run(x_rows, row_weights, params, offs, tiles, keep=False)[0]
 
 
-@dataclass(slots=True)  # made in each pass: a frozen one would take twice as long
+@dataclass(slots=True)  # made in each pass, and a frozen one takes longer
 class ExpertBlock:
     """Both directions of `expert_block` without autograd: the `Experts` of a `MoEBlock`. params: w13, w2, b13, b2.
 
@@ -371,7 +371,7 @@ def _is_bf16(weight: torch.Tensor | None) -> bool:
 
 def _is_plain(x: torch.Tensor | None) -> bool:
     """Whether this is None, or a contiguous tensor of no subclass."""
-    return x is None or (type(x) in _PLAIN and x.is_contiguous())
+    return x is None or (type(x) in PLAIN_TENSORS and x.is_contiguous())
 
 
 def _wide(x: Rows) -> torch.Tensor | None:

@@ -99,7 +99,7 @@ class Needs:
     last: bool = False
 
 
-@dataclass(slots=True)  # made in each pass: a frozen one would take twice as long
+@dataclass(slots=True)  # made in each pass, and a frozen one takes longer
 class MoEBlock:
     """Dispatch, experts, combine over one layer.
 

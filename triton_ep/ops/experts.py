@@ -163,9 +163,7 @@ def launch_gate_up(
     (num_rows, k), (num_experts, width, _) = rows.shape, w.shape
     halves = 2 if activation.gated else 1
     f = width // halves
-    out = rows.new_empty((num_rows, f), dtype=torch.float8_e4m3fn if act == "mx" else torch.bfloat16)
-    out_scale = rows.new_empty((num_rows, f // 32), dtype=torch.uint8) if act == "mx" else None
-    pre = rows.new_empty((num_rows, width), dtype=torch.bfloat16) if keep_pre else None
+    out, out_scale, pre = _gate_up_memory(rows, w, activation.gated, keep_pre, act)
     if num_rows == 0 or width == 0:
         return out, out_scale, pre
     rows = dense(rows.contiguous())
@@ -200,22 +198,30 @@ def launch_gate_up(
     return out, out_scale, pre
 
 
-def _gate_up_like(
+def _gate_up_memory(
     x: torch.Tensor, w: torch.Tensor, gated: bool, keep_pre: bool, act: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Memory of the results of `launch_gate_up`."""
     rows, width = x.shape[0], w.shape[1]
     f = width // 2 if gated else width
-    dtype = torch.float8_e4m3fn if act == "mx" else torch.bfloat16
-    scale = x.new_empty((rows, f // 32) if act == "mx" else (0,), dtype=torch.uint8)
-    pre = x.new_empty((rows, width) if keep_pre else (0,), dtype=torch.bfloat16)
-    return x.new_empty((rows, f), dtype=dtype), scale, pre
+    out = x.new_empty((rows, f), dtype=torch.float8_e4m3fn if act == "mx" else torch.bfloat16)
+    scale = x.new_empty((rows, f // 32), dtype=torch.uint8) if act == "mx" else None
+    return out, scale, x.new_empty((rows, width), dtype=torch.bfloat16) if keep_pre else None
+
+
+def _without_none(
+    out: torch.Tensor, scale: torch.Tensor | None, pre: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results with empty tensors for those that are absent, as an op returns them."""
+    scale = out.new_empty((0,), dtype=torch.uint8) if scale is None else scale
+    return out, scale, out.new_empty((0,), dtype=torch.bfloat16) if pre is None else pre
 
 
 @library.op(
     "(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor offs, Tensor? tiles, Tensor? row_weights, "
     "Tensor? bias, str kind, bool gated, float? limit, float alpha, float up_offset, bool keep_pre, str act, "
     "bool fast) -> (Tensor, Tensor, Tensor)",
-    lambda x, _, w, *rest: _gate_up_like(x, w, rest[6], rest[10], rest[11]),
+    lambda x, _, w, *rest: _without_none(*_gate_up_memory(x, w, rest[6], rest[10], rest[11])),
 )
 def _gate_up(
     x: torch.Tensor,
@@ -237,9 +243,8 @@ def _gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     activation = Activation(kind, gated, limit, alpha, up_offset)
     operands = (x, x_scale), (w, w_scale)
-    out, scale, pre = launch_gate_up(*operands, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
-    scale = x.new_empty((0,), dtype=torch.uint8) if scale is None else scale
-    return out, scale, x.new_empty((0,), dtype=torch.bfloat16) if pre is None else pre
+    found = launch_gate_up(*operands, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+    return _without_none(*found)
 
 
 @library.without_grad
@@ -367,7 +372,7 @@ def launch_rows_product(
     a: _Operand | _Parts,
     w: _Operand | _Parts,
     offs: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     tiles: torch.Tensor | None,
     row_weights: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -376,15 +381,17 @@ def launch_rows_product(
     tile: ProductTile | None = None,
     tma: bool | None = None,
     zero_rest: bool = False,
-) -> None:
-    """Write the product to `out`. Operands must be checked already.
+) -> torch.Tensor:
+    """Write the product to `out`, None = a new bf16 tensor, and return that. Operands must be checked already.
 
     tile: None = by size. tma: None = wherever possible. zero_rest: zero the rows past the last segment.
     """
     (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
     (num_rows, k), (num_experts, n, _) = rows.shape, weights.shape
+    if out is None:
+        out = rows.new_empty((num_rows, n), dtype=torch.bfloat16)
     if num_rows == 0 or n == 0:
-        return
+        return out
     rows = dense(rows.contiguous())
     row_weights = None if bias is None else row_weights
     k_major = weights.is_contiguous()
@@ -424,6 +431,7 @@ def launch_rows_product(
         num_experts=num_experts,
         stride_om=out.stride(0),
     )
+    return out
 
 
 _OPERANDS = (
@@ -447,29 +455,11 @@ def _rows_product(
     fast: bool,
     aligned: bool,
 ) -> torch.Tensor:
-    out = a.new_empty((a.shape[0], w.shape[1]), dtype=torch.bfloat16)
-    _run_rows_product(a, a_scale, w, w_scale, offs, tiles, row_weights, bias, fast, aligned, out)
-    return out
+    return launch_rows_product((a, a_scale), (w, w_scale), offs, None, tiles, row_weights, bias, fast, aligned)
 
 
 @library.op(f"{_OPERANDS}, Tensor(a!) out) -> ()", lambda *_: None)
 def _rows_product_into(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor | None,
-    offs: torch.Tensor,
-    tiles: torch.Tensor | None,
-    row_weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    fast: bool,
-    aligned: bool,
-    out: torch.Tensor,
-) -> None:
-    _run_rows_product(a, a_scale, w, w_scale, offs, tiles, row_weights, bias, fast, aligned, out)
-
-
-def _run_rows_product(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -539,11 +529,7 @@ def rows_product_directly(
 ) -> torch.Tensor:
     """`rows_product` of plain tensors that are known to fit and contiguous, where nothing observes ops: less host
     time."""
-    (rows, _), (weights, _) = _parts(a), _parts(w)
-    if out is None:
-        out = rows.new_empty((rows.shape[0], weights.shape[1]), dtype=torch.bfloat16)
-    launch_rows_product(a, w, offs, out, tiles, row_weights, bias, fast, aligned)
-    return out
+    return launch_rows_product(a, w, offs, out, tiles, row_weights, bias, fast, aligned)
 
 
 def _check_rows_product(

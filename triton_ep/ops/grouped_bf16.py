@@ -83,7 +83,7 @@ def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[in
 
 def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
     """True if starts and rows are 16-byte aligned, as TMA requires. operands: tensor, row stride in elements."""
-    # Hot path: a loop, because a generator takes three times as long.
+    # Hot path: a loop, because a generator takes longer.
     odd = 0
     for tensor, stride in operands:
         odd |= tensor.data_ptr() | stride * tensor.element_size()
