@@ -100,6 +100,14 @@ def _place_of_file(item: pytest.Item) -> tuple[int, str]:
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES), name
 
 
+def _left_out(item: pytest.Item, on_gpus: bool, num_gpus: int) -> bool:
+    """Whether parameters are marked `plain` and have a chaos seed, or are marked `on_gpus` and would run on CPUs."""
+    if _seed_of(item) is not None and item.get_closest_marker("plain"):
+        return True
+    interpreted = num_gpus == 0 or ("run_ranks" in getattr(item, "fixturenames", ()) and not on_gpus)
+    return interpreted and item.get_closest_marker("on_gpus") is not None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by the hardware they need, and order them by file and world size.
@@ -117,8 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("cpu")
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} or more GPUs, there are {num_gpus}"))
-    chosen = [item for item in items if _seed_of(item) is None or not item.get_closest_marker("plain")]
-    if len(chosen) < len(items):  # some sets of parameters are marked `plain`
+    chosen = [item for item in items if not _left_out(item, on_gpus, num_gpus)]
+    if len(chosen) < len(items):
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
     items.sort(key=lambda item: (_world_size(item) if on_gpus else 0, _place_of_file(item), _world_size(item)))
