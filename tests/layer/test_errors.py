@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
+from tests.combinations import combinations
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, limit_of_calls, make_layer, workloads
 from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor, autograd
@@ -62,36 +63,38 @@ BAD_INPUTS = {
 }
 
 
-def _bad_input(rank, nodes, ranks_per_node, name):
-    spoil, _ = BAD_INPUTS[name]
+def _bad_inputs(rank, nodes, ranks_per_node, names):
+    caught = []
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
-        args = _inputs(rank)
-        if rank == 1:
-            args = spoil(*args)
-        caught = _caught(lambda: layer.dispatch(*args), InputError, PeerFailed)
-        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+        for call, name in enumerate(names):
+            args = _inputs(rank)
+            if rank == 1:
+                args = BAD_INPUTS[name][0](*args)
+            caught.append(_caught(lambda args=args: layer.dispatch(*args), InputError, PeerFailed))
+            combine_and_check(layer, dispatch_and_check(layer, CASE, call))
     return caught
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
-@pytest.mark.parametrize("name", BAD_INPUTS)
-def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
+def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node):
     """InputError on the rank with the mistake, PeerFailed naming that rank on the others; the next call works."""
-    _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name)
+    _raise_on_every_rank(run_ranks, nodes, ranks_per_node, list(BAD_INPUTS))
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[1:])
 def test_the_news_of_a_rejected_input_comes_in_any_order(run_ranks, chaos_seed, nodes, ranks_per_node):
     """The same on two nodes and in chaos mode. Ranks report all mistakes in the same way, so one case is enough."""
-    _raises_on_every_rank(run_ranks, nodes, ranks_per_node, "hidden")
+    _raise_on_every_rank(run_ranks, nodes, ranks_per_node, ["hidden"])
 
 
-def _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
-    caught = run_ranks(_bad_input, nodes, ranks_per_node, name)
-    assert caught[1][0] == "InputError" and BAD_INPUTS[name][1] in caught[1][1]
-    for rank in (0, 2, 3):
-        assert caught[rank][0] == "PeerFailed" and "rank 1" in caught[rank][1]
+def _raise_on_every_rank(run_ranks, nodes, ranks_per_node, names):
+    for rank, caught in enumerate(run_ranks(_bad_inputs, nodes, ranks_per_node, names)):
+        for name, (kind, text) in zip(names, caught, strict=True):
+            if rank == 1:
+                assert kind == "InputError" and BAD_INPUTS[name][1] in text, (name, kind, text)
+            else:
+                assert kind == "PeerFailed" and "rank 1" in text, (name, kind, text)
 
 
 def _exotic(x):
@@ -150,28 +153,42 @@ def test_tensors_that_cannot_be_sent_are_refused_on_every_rank(run_ranks, nodes,
     run_ranks(_exotic_inputs, nodes, ranks_per_node, cfg)
 
 
-def _bad_id(rank, nodes, ranks_per_node, value):
+BAD_IDS = {
+    -2: "-2",
+    9: "9",
+    2**31 - 1: "2147483647 or more",
+    2**40: "2147483647 or more",
+    -(2**31): "-2147483647 or less",
+}
+
+
+def _bad_ids(rank, nodes, ranks_per_node, values):
+    caught = []
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
-        x, idx, weights = _inputs(rank)
-        idx = idx.long() if value == 2**40 else idx
-        if rank == 2:
-            idx[3, 1] = value
-        caught = _caught(lambda: layer.dispatch(x, idx, weights), InputError)
-        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+        for call, value in enumerate(values):
+            x, idx, weights = _inputs(rank)
+            idx = idx.long() if value == 2**40 else idx
+            if rank == 2:
+                idx[3, 1] = value
+            caught.append(_caught(lambda given=(x, idx, weights): layer.dispatch(*given), InputError))
+            combine_and_check(layer, dispatch_and_check(layer, CASE, call))
     return caught
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize(
-    "value", [-2, *(pytest.param(n, marks=pytest.mark.plain) for n in (9, 2**31 - 1, 2**40, -(2**31)))]
+    "nodes, ranks_per_node, values",
+    [
+        pytest.param(*TOPOLOGIES[0], list(BAD_IDS), marks=pytest.mark.plain),
+        (*TOPOLOGIES[1], [-2, 2**40]),
+    ],
+    ids=["1-4", "2-2"],
 )
-def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, value):
+def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, values):
     """Ids are checked on the device, before any row is sent."""
-    for _, text in run_ranks(_bad_id, nodes, ranks_per_node, value):
-        assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
-        far = {2**31 - 1: "2147483647 or more", 2**40: "2147483647 or more", -(2**31): "-2147483647 or less"}
-        said = far.get(value, str(value))
-        assert f" is {said}: expert ids" in text
+    for caught in run_ranks(_bad_ids, nodes, ranks_per_node, values):
+        for value, (_, text) in zip(values, caught, strict=True):
+            assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
+            assert f" is {BAD_IDS[value]}: expert ids" in text
 
 
 def _bad_id_of_a_static_layer(rank, nodes, ranks_per_node):
@@ -189,6 +206,7 @@ def _bad_id_of_a_static_layer(rank, nodes, ranks_per_node):
     return caught
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
 def test_a_static_layer_reports_an_illegal_id_when_asked(run_ranks, nodes, ranks_per_node):
     """The call itself does not wait for the check: it drops the entry."""
@@ -196,23 +214,27 @@ def test_a_static_layer_reports_an_illegal_id_when_asked(run_ranks, nodes, ranks
         assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
 
 
-def _bad_scatter(rank, nodes, ranks_per_node, same):
+def _bad_scatter(rank, nodes, ranks_per_node):
+    caught = []
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
-        x, idx, weights = _inputs(rank)
-        scatter = torch.argsort(torch.argsort(idx.flatten(), stable=True), stable=True).view(idx.shape).int()
-        if rank == 0:
-            scatter[0, 0] = scatter[4, 0] if same else 77
-        caught = _caught(lambda: layer.dispatch(x, idx, weights, scatter), InputError)
-        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+        for call, same in enumerate((False, True)):
+            x, idx, weights = _inputs(rank)
+            idx %= layer.config.num_experts
+            scatter = torch.argsort(torch.argsort(idx.flatten(), stable=True), stable=True).view(idx.shape).int()
+            if rank == 0:
+                scatter[0, 0] = scatter[4, 0] if same else 77
+            given = x, idx, weights, scatter
+            caught.append(_caught(lambda given=given: layer.dispatch(*given), InputError))
+            combine_and_check(layer, dispatch_and_check(layer, CASE, call))
     return caught
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("same", [pytest.param(False, marks=pytest.mark.plain), True])
-def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node, same):
+@pytest.mark.parametrize("nodes, ranks_per_node", [pytest.param(1, 2, marks=pytest.mark.plain), (2, 2)])
+def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node):
     """A position out of range, or used twice, is detected before anything is sent."""
-    for _, text in run_ranks(_bad_scatter, nodes, ranks_per_node, same):
-        assert "full_scatter_indices of rank 0" in text
+    for caught in run_ranks(_bad_scatter, nodes, ranks_per_node):
+        for _, text in caught:
+            assert "full_scatter_indices of rank 0" in text
 
 
 def _bad_mx(rank, nodes, ranks_per_node):
@@ -247,7 +269,7 @@ def _weights_on_some(rank, nodes, ranks_per_node):
 
 
 @pytest.mark.plain  # reported like a rejected input
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", [pytest.param(1, 4, marks=pytest.mark.on_gpus), (2, 2)])
 def test_weights_on_some_ranks_only_raise_everywhere(run_ranks, nodes, ranks_per_node):
     """Weights must come from all ranks or from none."""
     assert all("without: [3]" in text for _, text in run_ranks(_weights_on_some, nodes, ranks_per_node))
@@ -346,7 +368,7 @@ def _no_room(rank, nodes, ranks_per_node):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks, backend, nodes, ranks_per_node):
     """HeapError on every rank names the layer's bytes and the setting; a layer that cannot grow stays usable."""
     if backend != "host":
@@ -354,6 +376,11 @@ def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks
     for text, grown in run_ranks(_no_room, nodes, ranks_per_node):
         assert "no room for" in text and "TRITON_EP_HEAP_SIZE=" in text
         assert "no room for" in grown
+
+
+def _ends_on_cpu(nodes: int, ranks_per_node: int, where: str) -> bool:
+    """Several nodes only for combine, in which a rank waits for some of the others."""
+    return nodes == 1 or where == "combine"
 
 
 def _late(rank, nodes, ranks_per_node, where):
@@ -388,8 +415,9 @@ def _late(rank, nodes, ranks_per_node, where):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("where", ["dispatch", "combine"])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, where", combinations([(1, 2), (2, 2)], ["dispatch", "combine"], on_cpu=_ends_on_cpu)
+)
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Every waiting rank raises WaitTimeout; in combine, only ranks that wait for the late rank's rows name it."""
     results = run_ranks(_late, nodes, ranks_per_node, where)
@@ -423,8 +451,9 @@ def _killed(rank, nodes, ranks_per_node, where):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("where", ["dispatch", "combine"])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, where", combinations([(1, 2), (2, 2)], ["dispatch", "combine"], on_cpu=_ends_on_cpu)
+)
 def test_a_killed_rank_is_named(run_ranks, nodes, ranks_per_node, where):
     """No rank waits forever for a dead process."""
     results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True, grace_s=LIMIT_S)

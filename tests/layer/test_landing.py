@@ -117,7 +117,10 @@ def _check_landing(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
 @pytest.mark.plain
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "case"),
-    [(1, 1, CASES[0]), *((1, 2, case) for case in CASES), (2, 2, CASES[2])],
+    [
+        *((1, 1, CASES[0]), *((1, 2, case) for case in CASES), (2, 1, CASES[2])),
+        pytest.param(2, 2, CASES[2], marks=pytest.mark.on_gpus),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_rows_land_as_asked(run_ranks, nodes, ranks_per_node, case):

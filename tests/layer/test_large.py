@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.combinations import combinations
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
 from tests.layer.origins import apply_experts_in_place, combine_excess, drawn_weights, row_experts
 from tests.patience import LIMIT_S
@@ -28,10 +30,9 @@ TOPOLOGIES = [(1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (2, 4)]
 TOPK = 8
 
 
-@pytest.fixture(autouse=True)
-def _four_on_the_cpu(backend: str, nodes: int, ranks_per_node: int) -> None:
-    if backend == "host" and nodes * ranks_per_node != 4:
-        pytest.skip("needs --backend nvshmem; on the CPU four ranks stand for all numbers")
+def _two_ranks(nodes: int, ranks_per_node: int, *_: Any) -> bool:
+    """Two CPU ranks, of one node and of two, stand for other numbers; other files test four."""
+    return nodes * ranks_per_node == 2
 
 
 def _layer(rank: int, nodes: int, ranks_per_node: int, tokens: int, hidden: int, experts: int, **kwargs):
@@ -90,10 +91,16 @@ def _check_quantised(
     return recv_x.dequantize(), [mxfp8.dequantize(*each, torch.bfloat16) for each in parts]
 
 
+def _model_on_cpu(nodes: int, ranks_per_node: int, payload: str | None, local_combine: bool) -> bool:
+    """Either payload once with local combine, and once without."""
+    return _two_ranks(nodes, ranks_per_node) and (payload is None) == (local_combine is (nodes > 1))
+
+
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("payload", [None, "mxfp8"])
-@pytest.mark.parametrize("local_combine", [False, True])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, payload, local_combine",
+    combinations(TOPOLOGIES, [None, "mxfp8"], [False, True], on_cpu=_model_on_cpu),
+)
 def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine, payload):
     """4096 tokens of 7168 elements to the top 8 of 256 experts: rows and weights bit for bit, sums within rounding."""
     sizes = (4096, 7168, 256) if backend != "host" else (20, 64, 64)
@@ -120,7 +127,7 @@ def _done_early(rank, nodes, ranks_per_node, tokens, hidden, experts):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", combinations(TOPOLOGIES, on_cpu=_two_ranks))
 def test_ranks_without_tokens_sum_rows_for_the_others(run_ranks, backend, nodes, ranks_per_node):
     """On GPUs, sums are pulled while later ones are computed, on every rank at its own time."""
     sizes = (4096, 2048, 16) if backend != "host" else (20, 64, 8)
@@ -161,7 +168,7 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", combinations(TOPOLOGIES, on_cpu=_two_ranks))
 def test_more_than_two_to_the_31_elements(run_ranks, backend, nodes, ranks_per_node):
     """Row offsets do not wrap: a receive buffer of 1.05 * 2**31 elements, with every row and the combine checked."""
     hidden, elements = (7168, 2**31) if backend != "host" else (40, 2**12)
@@ -189,13 +196,18 @@ def _random_calls(rank, nodes, ranks_per_node, calls, case):
         layer.check()
 
 
+def _random_on_cpu(nodes: int, ranks_per_node: int, local_combine: bool) -> bool:
+    """A few calls of four ranks; test_life.py has more calls of two."""
+    return nodes * ranks_per_node == 4 and local_combine == (nodes == 1)
+
+
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [pair for pair in TOPOLOGIES if pair[0] * pair[1] > 2])
-@pytest.mark.parametrize("local_combine", [False, True])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, local_combine",
+    combinations([pair for pair in TOPOLOGIES if pair[0] * pair[1] > 2], [False, True], on_cpu=_random_on_cpu),
+)
 def test_two_thousand_random_calls(run_ranks, backend, nodes, ranks_per_node, local_combine):
     """Random token counts, routings and weights, up to five live descriptors combined in random order."""
-    if backend == "host" and local_combine != (nodes == 1):
-        pytest.skip("needs --backend nvshmem; the CPU has its many calls in test_life.py")
     calls = 1000 if backend != "host" else 3  # with and without local combine
     case = Case("many", hidden=64, topk=4, experts=4, local_combine=local_combine)
     run_ranks(_random_calls, nodes, ranks_per_node, calls, case)
@@ -318,17 +330,16 @@ STATIC_SIZES = {True: (128, 7168, 64), False: (12, 40, 16)}  # on GPUs, on the C
 STATIC_LAYERS = [(*pair, False) for pair in TOPOLOGIES] + [(*pair, True) for pair in TOPOLOGIES if pair[0] == 1]
 
 
+@pytest.mark.on_gpus  # a CPU has no device to wait for; the next test checks the results there
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
 def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """With a capacity, torch sees no synchronising call between input and combined output."""
-    if backend == "host":
-        pytest.skip("needs --backend nvshmem: a CPU has no device to wait for; the next test checks the results")
     run_ranks(_no_synchronisation, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend != "host"])
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
+@pytest.mark.parametrize("nodes, ranks_per_node, low_latency", combinations(STATIC_LAYERS, on_cpu=_two_ranks))
 def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """A captured dispatch + combine gives correct results for new inputs at each replay."""
     run_ranks(_replays, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend != "host"])

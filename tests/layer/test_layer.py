@@ -4,51 +4,76 @@ from dataclasses import replace
 
 import pytest
 
-from tests.layer.cases import CASES, check_case
+from tests.combinations import combinations
+from tests.layer.cases import CASES, Case, check_case, plain_unless
 
-TOPOLOGIES = ((1, 2), (2, 2))
-OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos mode would find nothing that it does not find in the two above
-# One case for each code path of rows, flags and sums; dtypes, sizes and routings are other values on the same paths.
+TOPOLOGIES = ((1, 2), (2, 1), (2, 2))
+OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos mode would find nothing that it does not find in the three above
+# Cases on CPU ranks by topology. On one node of two ranks all run; other topologies take the kernels between nodes, the
+# shapes of their sums, and what differs between ranks. Dtypes and routings are other values on the same paths.
+ON_CPU = {
+    (1, 2): {case.name for case in CASES},
+    (2, 1): {
+        *("no_weights", "topk1", "topk3_fp32", "topk5_fp16", "topk6", "topk7_weighted", "topk10_static", "topk32"),
+        *("hidden_odd", "hidden_wide", "zero_tokens_everywhere", "all_to_one_rank", "same_expert_twice", "one_program"),
+        *("scatter_given_int64", "local_combine", "local_combine_duplicates", "weighted_combine", "aligned128"),
+        *("budget", "shared_staging", "shared_staging_static", "mxfp8", "mxfp8_odd_blocks", "mxfp8_quantised_input"),
+    },
+    (2, 2): {
+        *("plain", "topk8_64_experts", "zero_tokens_on_a_rank", "skewed", "scatter_given", "local_combine_weighted"),
+        *("static_aligned_local", "mxfp8_wide_local", "many_tokens"),
+    },
+    (1, 1): {
+        *("plain", "hidden_wide", "zero_tokens_everywhere", "all_dropped", "scatter_given", "local_combine_weighted"),
+        *("static_aligned_local", "mxfp8", "mxfp8_quantised_fp32"),
+    },
+    (1, 4): {"skewed", "static_aligned_local", "mxfp8_quantised_fp32"},
+    (4, 1): {"skewed", "local_combine_weighted", "mxfp8_wide_local"},
+}
+# Chaos mode: one case for each code path of rows, flags and sums.
 IN_CHAOS = {
-    *("plain", "no_weights", "hidden_odd", "hidden_wide", "zero_tokens_on_a_rank", "all_to_one_rank", "skewed"),
-    *("scatter_given", "local_combine", "local_combine_weighted", "weighted_combine", "static", "static_aligned_local"),
-    *("one_program", "mxfp8", "mxfp8_wide_local", "mxfp8_quantised_input", "many_tokens"),
+    (1, 2): {
+        *("plain", "no_weights", "hidden_wide", "zero_tokens_on_a_rank", "scatter_given", "local_combine_weighted"),
+        *("weighted_combine", "static_aligned_local", "one_program", "mxfp8", "mxfp8_quantised_input", "many_tokens"),
+    },
+    (2, 1): {"no_weights", "hidden_wide", "weighted_combine", "mxfp8_quantised_input", "one_program"},
+    (2, 2): {"plain", "skewed", "local_combine_weighted", "mxfp8_wide_local", "many_tokens"},
 }
 # Cases with two calls on CPU ranks: between calls a layer keeps epochs, parities and sizes; these cases cover them all.
-TWICE_ON_NODES = {"plain", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local"}
-# Cases for four CPU ranks.
-ON_FOUR = {
-    *("plain", "topk8_64_experts", "aligned128", "hidden_wide", "zero_tokens_on_a_rank", "skewed", "scatter_given"),
-    *("local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "mxfp8_quantised_fp32", "many_tokens"),
-}
-_EACH = [pytest.param(case, marks=() if case.name in IN_CHAOS else pytest.mark.plain, id=case.name) for case in CASES]
+TWICE = {"plain", "zero_tokens_on_a_rank", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local"}
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES, ids=lambda n: str(n))
-@pytest.mark.parametrize("case", _EACH)
+def _on_cpu(nodes: int, ranks_per_node: int, case: Case) -> bool:
+    return case.name in ON_CPU[nodes, ranks_per_node]
+
+
+def _in_chaos(nodes: int, ranks_per_node: int, case: Case) -> bool:
+    return case.name in IN_CHAOS[nodes, ranks_per_node]
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, case", plain_unless(_in_chaos, combinations(TOPOLOGIES, CASES, on_cpu=_on_cpu))
+)
 def test_dispatch_and_combine_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
     """Every assignment arrives in its row bit for bit; combine is within one rounding of the exact sum."""
-    once = nodes > 1 and backend == "host" and case.name not in TWICE_ON_NODES  # on one node all cases have two calls
-    if chaos_seed is not None or once:
+    if chaos_seed is not None or (backend == "host" and case.name not in TWICE):
         case = replace(case, calls=1)  # test_life.py has several calls in chaos mode
     run_ranks(check_case, nodes, ranks_per_node, case)
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", OTHERS, ids=lambda n: str(n))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("nodes, ranks_per_node, case", combinations(OTHERS, CASES, on_cpu=_on_cpu))
 def test_other_numbers_of_ranks(run_ranks, backend, nodes, ranks_per_node, case):
     """The same on one rank, four ranks of one node, and four nodes of one rank."""
-    if backend == "host":
-        case = replace(case, calls=1)
-        if nodes * ranks_per_node == 4 and case.name not in ON_FOUR:
-            pytest.skip("some cases on one node and on four; all of them with --backend nvshmem")
-    run_ranks(check_case, nodes, ranks_per_node, case)
+    run_ranks(check_case, nodes, ranks_per_node, replace(case, calls=1) if backend == "host" else case)
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node, name", [(1, 8, "skewed"), (2, 4, "local_combine"), (4, 2, "skewed")])
-def test_eight_ranks(run_ranks, nodes, ranks_per_node, name):
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, name",
+    [(1, 8, "skewed"), pytest.param(2, 4, "local_combine", marks=pytest.mark.on_gpus), (4, 2, "local_combine")],
+)
+def test_eight_ranks(run_ranks, backend, nodes, ranks_per_node, name):
     """The same with eight ranks on one, two and four nodes."""
     (case,) = (case for case in CASES if case.name == name)
-    run_ranks(check_case, nodes, ranks_per_node, case)
+    run_ranks(check_case, nodes, ranks_per_node, replace(case, calls=1) if backend == "host" else case)

@@ -8,23 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.combinations import combinations
 from tests.layer.cases import Case, make_layer, workloads
 from tests.layer.test_large import _capture
 from triton_ep.distributed import current_heap
 
 INPUTS = 4
 DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True)
+REPLAYS_ON_CPU = 12
 TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True)
 # Of so many tokens rows are laid out and summed while others are on their way.
 PREFILL = Case(
     "prefill", tokens=(2048, 1500, 1, 2000), hidden=7168, topk=8, experts=16, static=True, local_combine=True
 )
-SHORT = Case("short", tokens=(40, 3), hidden=32, topk=2, experts=2, static=True, local_combine=True)
+SHORT = Case("short", tokens=(20, 3), hidden=32, topk=2, experts=2, static=True, local_combine=True)
 
 
 def _replay(rank, nodes, ranks_per_node, case, weighted, replays, delay_s):
     world, device = nodes * ranks_per_node, current_heap().device
-    draw = random.Random(rank)
+    draw, late = random.Random(rank), 0.02 if device.type == "cuda" else 0.2
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         # A rank has the same number of tokens in all of them.
         calls = [each * len(case.tokens) for each in range(INPUTS)]
@@ -71,7 +73,7 @@ def _replay(rank, nodes, ranks_per_node, case, weighted, replays, delay_s):
         for number in range(replays):
             each = (number * 7 + number // INPUTS) % INPUTS  # the same on all ranks
             feed(each)
-            if draw.random() < 0.02:
+            if draw.random() < late:
                 time.sleep(draw.random() * delay_s)
             replay()
             used, rows, out = want[each]
@@ -84,29 +86,40 @@ def _replay(rank, nodes, ranks_per_node, case, weighted, replays, delay_s):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
-@pytest.mark.parametrize("payload, weighted", [(None, False), ("mxfp8", False), (None, True)])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, payload, weighted",
+    combinations(
+        [(1, 2), (1, 4)], [(None, False), ("mxfp8", False), (None, True)], on_cpu=lambda _, ranks, *__: ranks == 2
+    ),
+)
 def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload, weighted):
-    """`--replays` replays on GPUs, 40 calls on a CPU: rows and sums equal those of the checked calls."""
+    """`--replays` replays on GPUs, a few calls on a CPU: rows and sums equal those of the checked calls."""
     if backend == "host":
-        sizes = (replace(TINY, payload=payload), weighted, 40 if ranks_per_node == 2 else 8, 0.01)
+        sizes = (replace(TINY, payload=payload), weighted, REPLAYS_ON_CPU, 0.01)
     else:
         sizes = (replace(DECODE, payload=payload), weighted, pytestconfig.getoption("--replays"), 0.002)
     assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 1), (2, 2)])
-@pytest.mark.parametrize("payload", [None, "mxfp8"])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, payload, shared",
+    combinations(
+        [(1, 2), (1, 4), (2, 1), (2, 2)],
+        [None, "mxfp8"],
+        [False, True],
+        # Either payload, staging and number of nodes twice.
+        on_cpu=lambda nodes, ranks, payload, shared: (
+            nodes * ranks == 2 and ((payload is None) == (nodes == 1)) != shared
+        ),
+    ),
+)
 def test_replays_of_many_tokens_have_the_same_bits(
     run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload, shared
 ):
     """The same with kernels that overlap, in either order, and ranks of unequal numbers of tokens."""
     if backend == "host":
-        if nodes * ranks_per_node == 4:
-            pytest.skip("two CPU ranks stand for four")
-        sizes = (replace(SHORT, payload=payload, shared_staging=shared), False, 8, 0.01)
+        sizes = (replace(SHORT, payload=payload, shared_staging=shared), False, REPLAYS_ON_CPU // 2, 0.01)
     else:
         case = replace(PREFILL, payload=payload, shared_staging=shared)
         sizes = (case, False, pytestconfig.getoption("--replays"), 0.005)
