@@ -21,7 +21,8 @@ CASES = (
     replace(PLAIN, name="own_quantised", payload="mxfp8", quantised_input=True),
     replace(PLAIN, name="own_budget", sm_budget=4, local_combine=True),
 )
-ON_NODES = {"own_static_local", "own_mxfp8"}
+ON_NODES = {(2, 1): "own_static_local", (2, 2): "own_mxfp8"}
+"""Cases of several nodes of CPU ranks."""
 WAYS = ("plain", "hook", "unaligned", "staging_all")
 
 
@@ -66,7 +67,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 
 
 def _on_cpu(nodes: int, ranks_per_node: int, case: Case) -> bool:
-    return nodes * ranks_per_node == 2 and (nodes == 1 or case.name in ON_NODES)
+    return (nodes, ranks_per_node) == (1, 2) or ON_NODES.get((nodes, ranks_per_node)) == case.name
 
 
 @pytest.mark.parametrize(
