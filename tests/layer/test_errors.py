@@ -180,7 +180,7 @@ def _bad_ids(rank, nodes, ranks_per_node, values):
     "nodes, ranks_per_node, values",
     [
         pytest.param(1, 2, list(BAD_IDS), marks=pytest.mark.plain, id="1-2"),
-        pytest.param(2, 2, [-2, 2**40], id="2-2"),
+        pytest.param(2, 2, [-2], id="2-2"),
     ],
 )
 def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, values):

@@ -18,11 +18,10 @@ ON_CPU = {
         *("hidden_odd", "hidden_wide", "zero_tokens_everywhere", "all_to_one_rank", "same_expert_twice", "one_program"),
         *("scatter_given_int64", "local_combine", "local_combine_duplicates", "weighted_combine", "aligned128"),
         *("budget", "shared_staging", "shared_staging_static", "mxfp8", "mxfp8_odd_blocks", "mxfp8_quantised_input"),
-        *("topk8_64_experts", "all_dropped"),
+        *("topk8_64_experts", "all_dropped", "zero_tokens_on_a_rank", "scatter_given"),
     },
     (2, 2): {
-        *("plain", "zero_tokens_on_a_rank", "skewed", "scatter_given", "local_combine_weighted"),
-        *("static_aligned_local", "mxfp8_wide_local", "many_tokens"),
+        *("plain", "skewed", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "many_tokens"),
     },
     (1, 1): {
         *("plain", "hidden_wide", "zero_tokens_everywhere", "all_dropped", "scatter_given", "local_combine_weighted"),

@@ -14,7 +14,7 @@ from tests.layer.test_large import _capture
 from triton_ep.distributed import current_heap
 
 INPUTS = 4
-REPLAYS_ON_CPU = 12
+REPLAYS_ON_CPU = 8
 DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True)
 TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True)
 # Of so many tokens rows are laid out and summed while others are on their way.
