@@ -211,6 +211,11 @@ def special_values() -> torch.Tensor:
     return torch.stack([*blocks, both])
 
 
+def in_every_lane(value: float) -> torch.Tensor:
+    """[32, 32] float32: the value in a different lane of each block among zeros; a zero in all lanes, with its sign."""
+    return torch.diag(torch.full((BLOCK,), value)) if value != 0 else torch.full((BLOCK, BLOCK), value)
+
+
 def structured(elem: str, dtype: torch.dtype) -> torch.Tensor:
     """[n, 32] of a dtype: all structured blocks above."""
     return torch.cat([special_values(), every_tie(elem), every_exponent()]).to(dtype)

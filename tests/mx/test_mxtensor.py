@@ -369,11 +369,11 @@ def test_other_block_sizes() -> None:
 
 
 _LAYOUTS = {
-    "rows": (lambda x: x, -1),
-    "columns": (lambda x: x, -2),
-    "transposed": (lambda x: x.transpose(-2, -1), -2),
-    "outermost": (lambda x: x, -3),
-    "every other row": (lambda x: x[:, ::2], -2),
+    "rows": (lambda: _x(3, 64, 64), -1),
+    "columns": (lambda: _x(3, 64, 64), -2),
+    "transposed": (lambda: _x(3, 64, 64).transpose(-2, -1), -2),
+    "outermost": (lambda: _x(64, 6, 64), -3),
+    "every other row": (lambda: _x(3, 128, 64)[:, ::2], -2),
 }
 
 
@@ -381,8 +381,8 @@ _LAYOUTS = {
 @pytest.mark.parametrize("elem", EVERY)
 def test_kernels_and_torch_give_the_same(monkeypatch: pytest.MonkeyPatch, elem: str, layout: str) -> None:
     """Bytes, values and layouts agree for every implementation; every kernel runs."""
-    change, block_dim = _LAYOUTS[layout]
-    x = change(_x(32, 128, 64))
+    make, block_dim = _LAYOUTS[layout]
+    x = make()
     made, ways = {}, []
     choose = mx_tensor._choose
 
