@@ -43,45 +43,48 @@ def _x(seed: int) -> torch.Tensor:
     return torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16().to(current_heap().device)
 
 
-def _save(rank: int, nodes: int, ranks_per_node: int, folder: str, replicas: int) -> None:
-    options: dict[str, Any] = {}
-    mesh = None
-    if replicas > 1:
-        shape = (replicas, nodes * ranks_per_node // replicas)
-        mesh = init_device_mesh(current_heap().device.type, shape, mesh_dim_names=("replicas", "experts"))
-        options["group"] = mesh["experts"].get_group()
-    model = _Model(5, **options)
-    if mesh is not None:
-        for layer in model.layers:
-            fully_shard(layer.experts, mesh=mesh["replicas"])
-            assert isinstance(layer.experts.w2, DTensor)
-    state = sharded_state_dict(model)
-    assert state["layers.1.experts.w13"].shape == (EXPERTS, 2 * FFN, HIDDEN)
-    assert set(state) == set(model.state_dict())
-    checkpoint.save(state, checkpoint_id=folder)
-    finalize_exchanges()
+def _save(rank: int, nodes: int, ranks_per_node: int, folders: list[str]) -> None:
+    for replicas, folder in enumerate(folders, 1):
+        options: dict[str, Any] = {}
+        mesh = None
+        if replicas > 1:
+            shape = (replicas, nodes * ranks_per_node // replicas)
+            mesh = init_device_mesh(current_heap().device.type, shape, mesh_dim_names=("replicas", "experts"))
+            options["group"] = mesh["experts"].get_group()
+        model = _Model(5 * replicas, **options)
+        if mesh is not None:
+            for layer in model.layers:
+                fully_shard(layer.experts, mesh=mesh["replicas"])
+                assert isinstance(layer.experts.w2, DTensor)
+        state = sharded_state_dict(model)
+        assert state["layers.1.experts.w13"].shape == (EXPERTS, 2 * FFN, HIDDEN)
+        assert set(state) == set(model.state_dict())
+        checkpoint.save(state, checkpoint_id=folder)
+        finalize_exchanges()
 
 
-def _load(rank: int, nodes: int, ranks_per_node: int, folder: str, payload: str | None) -> None:
-    want, model = _Model(5, payload=payload), _Model(6, payload=payload)
-    x = _x(rank)
+def _load(rank: int, nodes: int, ranks_per_node: int, folders: list[str], payload: str | None) -> None:
+    model, x = _Model(6, payload=payload), _x(rank)
     with torch.no_grad():
-        before, exact = model(x), want(x)  # builds prepared weights, which the load makes stale
-        assert not torch.equal(before, exact)
-        checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)
-        for name, value in want.state_dict().items():
-            torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0, msg=name)
-        assert torch.equal(model(x), exact)
+        before = model(x)  # builds prepared weights, which each load makes stale
+        for replicas, folder in enumerate(folders, 1):
+            want = _Model(5 * replicas, payload=payload)
+            exact = want(x)
+            assert not torch.equal(before, exact)
+            checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)
+            for name, value in want.state_dict().items():
+                torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0, msg=name)
+            before = model(x)
+            assert torch.equal(before, exact)
     finalize_exchanges()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_any_number_of_ranks_reads_what_four_wrote(run_ranks, tmp_path, replicas):
-    """Saved by 4 ranks, with FSDP by 2 x 2; loaded by 2 and by 1, with bit-identical results."""
-    folder = str(tmp_path / "checkpoint")
-    run_ranks(_save, 1, 4, folder, replicas)
-    run_ranks(_load, 1, 2, folder, None)
-    run_ranks(_load, 1, 1, folder, "mxfp8")
+def test_any_number_of_ranks_reads_what_four_wrote(run_ranks, tmp_path):
+    """Saved by 4 ranks, and with FSDP by 2 x 2; loaded by 2 and by 1, with bit-identical results."""
+    folders = [str(tmp_path / "whole"), str(tmp_path / "replicas")]
+    run_ranks(_save, 1, 4, folders)
+    run_ranks(_load, 1, 2, folders, None)
+    run_ranks(_load, 1, 1, folders, "mxfp8")
 
 
 def _refuses_columns(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -86,7 +86,7 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
     finalize_exchanges()
 
 
-@pytest.mark.parametrize("payload", [None, "mxfp8"])
+@pytest.mark.parametrize("payload", [pytest.param(None, marks=pytest.mark.on_gpus), "mxfp8"])
 def test_two_micro_batches_in_flight(run_ranks, payload):
     """Few tokens and max_tokens, in one graph over two exchanges: bit-identical to sequential calls."""
     run_ranks(_decode, 1, 2, payload)

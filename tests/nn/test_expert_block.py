@@ -205,10 +205,13 @@ def test_forms_of_rows() -> None:
         assert all(torch.equal(got[name], as_travelled[name]) for name in got)
 
 
-@pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.bfloat16])
+# A main_grad in bf16 is added to as a whole, after all strips: on CPUs `test_main_grad` alone shows it.
+@pytest.mark.parametrize(
+    "main_dtype", [None, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.on_gpus)], ids=str
+)
 def test_rows_may_be_made_bf16_by_strips(monkeypatch: pytest.MonkeyPatch, main_dtype: torch.dtype | None) -> None:
     """The same sums as for all columns at once, however few columns are converted to bf16 at a time."""
-    case = Case("default", sizes=(128, 0, 256), biased=True, aligned=True)
+    case = Case("default", sizes=(128, 0, 128), biased=True, aligned=True)
     dy = MXTensor.to_mx(case.dy)
     found = []
     for strip in (module._STRIP, 32):

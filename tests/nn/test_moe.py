@@ -137,7 +137,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
 STATIC = {"capacity": 2.0}
 CASES = {
     "bf16": (1, 2, {}),
-    "bf16-static-nodes": (2, 2, STATIC),
+    "bf16-static-nodes": (2, 1, STATIC),
+    "bf16-static-more-nodes": (2, 2, STATIC),
     "one-rank": (1, 1, {"separate": True, "bias": True}),
     "mxfp8": (1, 2, {"payload": "mxfp8"}),
     "mxfp8-static-nodes": (2, 2, {"payload": "mxfp8", **STATIC}),
@@ -149,7 +150,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "options"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.on_gpus] if name == "bf16-static-more-nodes" else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_module_is_the_dense_layer(run_ranks, nodes, ranks_per_node, options):
     """Output and all gradients, slot by slot and expert by expert, against float64."""
     run_ranks(_check, nodes, ranks_per_node, options)

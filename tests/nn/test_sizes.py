@@ -29,10 +29,10 @@ class Sizes(NamedTuple):
 
 GPT_OSS = {"bias": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 MODELS = {
-    "qwen3-235b": Sizes(160, 96, 8, 16, "mxfp8", {}),
-    "mixtral": Sizes(64, 224, 2, 8, "mxfp8", {}),
-    "gpt-oss": Sizes(90, 90, 4, 16, None, GPT_OSS),
-    "gpt-oss-mxfp8": Sizes(96, 96, 4, 16, "mxfp8", GPT_OSS),
+    "qwen3-235b": Sizes(160, 96, 8, 12, "mxfp8", {}),
+    "mixtral": Sizes(64, 224, 2, 4, "mxfp8", {}),
+    "gpt-oss": Sizes(90, 90, 4, 6, None, GPT_OSS),
+    "gpt-oss-mxfp8": Sizes(96, 96, 4, 6, "mxfp8", GPT_OSS),
 }
 
 
