@@ -79,8 +79,9 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
             for parameter, grad in zip(model.parameters(), wanted[2:], strict=True):
                 parameter.grad = grad
             optimizer.step()  # quantised copies of the weights, built inside the op, must follow
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
+    if not INTERPRETING:  # compiles once more; on the CPU a layer without gradients does so in test_fsdp.py
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
     finalize_exchanges()
     with pytest.raises((FinalizedError, StaleHandleError)):
         compiled(x)
