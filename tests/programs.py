@@ -5,7 +5,8 @@ environment, folder, arguments and module search path, runs as `__main__`, and e
 handlers included. Tests of the start of Python itself, or of a launcher, use subprocess.
 
 A second template has also imported the package and translated its kernels, for programs that test results and not the
-import. With compiled kernels, on GPUs, the first template serves all programs: an import may touch GPUs.
+import. Ranks that `run_ranks` starts in such a program are forked from it. With compiled kernels, on GPUs, the first
+template serves all programs: an import may touch GPUs.
 """
 
 import atexit
@@ -21,9 +22,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
 import types
 from collections.abc import Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -64,6 +69,15 @@ class Program:
         self.pid, self._pidfd = self._template.fork((words, environment, str(cwd)), self._outputs)
         self.args = words
 
+    def lines(self, count: int) -> list[str]:
+        """The first lines of standard output, when there are so many; the program must flush them."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(found := _text(self._outputs[0]).splitlines()) < count:
+            assert not select.select([self._pidfd], [], [], 0)[0], _text(self._outputs[1])
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        return found[:count]
+
     def wait(self, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Wait for the end; returns exit code and output. Call it once.
 
@@ -76,7 +90,7 @@ class Program:
         code = self._template.reap(self.pid)
         texts = []
         for fd in self._outputs:
-            texts.append(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
+            texts.append(_text(fd))
             os.close(fd)
         os.close(self._pidfd)
         if not ended:
@@ -125,6 +139,10 @@ def _shared_file(name: str) -> int:
     fd = os.memfd_create(name)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     return fd
+
+
+def _text(fd: int) -> str:
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 
 # --- the template -------------------------------------------------------------------------------------------
@@ -222,6 +240,7 @@ def _run(argv: list[str], environment: dict[str, str], folder: str, path: list[s
     os.environ.update(environment)
     if "triton_ep" in sys.modules:  # the package has made this choice already
         os.environ.update(interpret)
+        util.spawnv_passfds = functools.partial(_start_server, util.spawnv_passfds)
     os.chdir(folder)
     del sys.modules["tests.programs"], sys.modules["tests"]
     how = argv[0]
@@ -238,3 +257,33 @@ def _run(argv: list[str], environment: dict[str, str], folder: str, path: list[s
     else:
         sys.argv[:] = argv
         runpy.run_path(how, run_name="__main__")
+
+
+def _start_server(spawn: Any, path: str, args: Sequence[str], fds: Sequence[int]) -> int:
+    """Stands for `multiprocessing.util.spawnv_passfds`: forks servers of ranks, and starts other programs by `spawn`.
+
+    A new Python would import for seconds what this process, and so its fork, has imported.
+    """
+    if "multiprocessing.forkserver" not in args[-1]:
+        return spawn(path, args, fds)
+    sys.stdout.flush()
+    pid = os.fork()
+    return pid if pid else _be_server(args[-1], fds)
+
+
+def _be_server(code: str, fds: Sequence[int]) -> NoReturn:
+    """Run the code of a server in a process that has, like a new Python, no other files and an empty main module."""
+    exit_code = 1
+    try:
+        last = 2
+        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(last + 1, fd)
+            last = fd
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(code, {})
+    except SystemExit:  # nobody needs the server any more
+        exit_code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(exit_code)

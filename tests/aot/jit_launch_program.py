@@ -1,6 +1,6 @@
 """Launches kernels through the JIT on a machine without a GPU, and compares what the driver gets with the arguments.
 
-    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python jit_launch_program.py FOLDER KERNEL ...
+    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER python jit_launch_program.py FOLDER KERNEL ...
 
 FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL it launches all kernels, one variant of each
 and one with boxes; that takes minutes. No two arguments are equal.
@@ -104,8 +104,8 @@ def pretend_a_gpu() -> None:
 def main(folder: str, *names: str) -> None:
     """Check one variant of each kernel, and one with boxes."""
     pretend_a_gpu()
+    driver = ctypes.CDLL(f"{folder}/libcuda.so.1")  # first: Triton looks for a driver of this name
     triton.runtime.driver.set_active(CudaDriver())
-    driver = ctypes.CDLL(f"{folder}/libcuda.so.1")
     loaded: list[Any] = []
     init_handles = CompiledKernel._init_handles
     CompiledKernel._init_handles = lambda self: (loaded.append(self), init_handles(self))[1]

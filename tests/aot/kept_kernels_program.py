@@ -1,6 +1,6 @@
 """Launches the kernels of a dispatch and a combine on a machine without a GPU, and prints what the driver got.
 
-    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python kept_kernels_program.py FOLDER [watch]
+    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER python kept_kernels_program.py FOLDER [watch]
 
 FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. The last line is JSON. Addresses are made up, so that they are
 the same in two processes. With "watch", the program counts what Triton's front end does, and after all launches a
@@ -142,7 +142,7 @@ def main(folder: str, mode: str = "") -> None:
     }
     for (module, name), function in stand_ins.items():
         setattr(module, name, function)
-    stand_in = ctypes.CDLL(f"{folder}/libcuda.so.1")
+    stand_in = ctypes.CDLL(f"{folder}/libcuda.so.1")  # first: Triton looks for a driver of this name
     driver = CDriver(stand_in)
     jit_cache._driver = lambda: driver
     counts = {"compile": 0, "sources": 0}

@@ -14,6 +14,7 @@ import pytest
 
 from tests.aot.library import ARCHS, ROOT, Built, run_aot
 from tests.patience import LIMIT_S
+from tests.programs import run_program
 from triton_ep.aot import manifest
 from triton_ep.aot.build import build
 from triton_ep.aot.verify import verify
@@ -65,7 +66,7 @@ def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> No
     listed.write_text("\n".join(request.text() for request in chosen.values()))
     out = tmp_path / "another" / "library"
     done = run_aot(
-        "build", "--arch", "sm_90", "--variant", listed, "--out", out, "--jobs", "2", root=tmp_path / "elsewhere"
+        "build", "--arch", "sm_90", "--variant", listed, "--out", out, "--jobs", "1", root=tmp_path / "elsewhere"
     )
     assert done.returncode == 0, done.stderr
     here, there = _files(built.folder / "sm_90"), _files(out / "sm_90")
@@ -136,53 +137,64 @@ def test_a_build_needs_no_torch(tmp_path: Path) -> None:
     """With torch blocked from import, one variant is built and verified."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     code = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import sitecustomize; "
-        "from triton_ep.aot.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import sitecustomize; "
+        "from triton_ep.aot.__main__ import main; sys.exit(any(map(main, json.loads(sys.argv[2]))))"
     )
     text = manifest.of_config(
         {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "world_size": 2, "local_world_size": 2}, "test"
     )[0].text()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    for words in (["build", "--arch", "sm_80", "--variant", text, "--jobs", "1"], ["verify"], ["list"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path), *words, "--out", str(tmp_path / "out")],
-            cwd=ROOT,
-            env={**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == 0, done.stderr
-    assert "barrier_kernel" in done.stdout
-
-
-def test_the_example_runs() -> None:
-    """The example builds, verifies and shows a miss on any machine."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    out = ["--out", str(tmp_path / "out")]
+    commands = [["build", "--arch", "sm_80", "--variant", text, "--jobs", "1", *out], ["verify", *out], ["list", *out]]
     done = subprocess.run(
-        [sys.executable, "examples/07_aot.py"],
+        [sys.executable, "-c", code, str(tmp_path), json.dumps(commands)],
         cwd=ROOT,
-        env=environment,
+        env={**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
+    built, verified, listed = done.stdout.strip().split("\n", 2)
+    assert "1 built" in built and verified == "1 variants checked, 0 faults" and "barrier_kernel" in listed
+
+
+def test_the_example_runs() -> None:
+    """The example builds, verifies and shows a miss on any machine."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = run_program(["examples/07_aot.py"], environment)
+    assert done.returncode == 0, done.stderr
     assert "10 variants checked, 0 faults" in done.stdout
     assert "AotMiss: routing_slots_kernel" in done.stdout
 
 
+_EACH = """
+import contextlib, io, json, sys
+from triton_ep.aot.__main__ import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = main(words)
+    print(json.dumps([code, told.getvalue()]))
+"""
+
+
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     """Bad architecture, configuration fields or files: exit code 1 and the fault; wrong usage: exit code 2."""
+    commands, texts = [], []
     for words, text in (
         (["--arch", "90", "--for-config", '{"max_tokens": 8}'], "missing ['hidden'"),
         (["--arch", "ninety", "--variant", '{"kernel": "barrier_kernel"}'], "written like sm_90"),
         (["--arch", "sm_90", "--variant", '{"kernel": "no_kernel"}'], "there are no kernels ['no_kernel']"),
         (["--arch", "sm_90", "--manifest", str(tmp_path / "none.toml")], "cannot be read"),
     ):
-        done = run_aot("build", *words, "--out", tmp_path)
-        assert (done.returncode, text in done.stderr) == (1, True), done.stderr
-    assert run_aot("verify", "--out", tmp_path / "none").returncode == 1
+        commands.append(["build", *words, "--out", str(tmp_path)])
+        texts.append(text)
+    commands.append(["verify", "--out", str(tmp_path / "none")])
+    done = run_program(["-c", _EACH, json.dumps(commands)])
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for text, (code, told) in zip((*texts, "no library in"), found, strict=True):
+        assert (code, text in told) == (1, True), told
     assert run_aot("burn").returncode == 2
 
 

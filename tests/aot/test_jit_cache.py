@@ -3,54 +3,33 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-import triton.backends.nvidia
 
+from tests.aot.stand_in import build_stand_in, environment_of_stand_in
 from tests.aot.test_runtime import NotingDriver
-from tests.patience import LIMIT_S
+from tests.programs import run_program
 from triton_ep.runtime import jit_cache, sources
 from triton_ep.runtime.jit_cache import JitCache
 from triton_ep.runtime.plans.request import KernelRequest
 
 pytestmark = pytest.mark.plain
 HERE = Path(__file__).resolve().parent
-INCLUDE = Path(triton.backends.nvidia.__file__).parent / "include"
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the driver that records launches."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler, which Triton needs to launch kernels")
-    folder = tmp_path_factory.mktemp("driver")
-    library = folder / "libcuda.so.1"
-    build = [compiler, "-shared", "-fPIC", "-I", str(INCLUDE), "-o", str(library), str(HERE / "driver_stand_in.c")]
-    subprocess.run(build, check=True, capture_output=True, timeout=LIMIT_S)
-    (folder / "libcuda.so").symlink_to(library.name)
-    return folder
+    return build_stand_in(tmp_path_factory.mktemp("driver"))
 
 
 def _run(stand_in: Path, cache: Path, mode: str = "", **settings: str) -> dict[str, Any]:
     """Run a process; return its launches and what they needed."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_LIBCUDA_PATH": str(stand_in),
-        "LD_LIBRARY_PATH": str(stand_in),
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": str(HERE.parents[1]),
-        "OMP_NUM_THREADS": "1",
-        **settings,
-    }
-    words = [sys.executable, str(HERE / "kept_kernels_program.py"), str(stand_in), mode]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    environment = environment_of_stand_in(stand_in, cache) | settings
+    done = run_program([HERE / "kept_kernels_program.py", stand_in, mode], environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -5,6 +5,8 @@ the build recorded about every variant, from its intermediate code, its PTX and 
 """
 
 import ast
+import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of, run_aot
+from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of
+from tests.programs import run_program
 from triton_ep.aot.ptx import accesses, narrow_accesses
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.kernels.spec import all_kernels
@@ -254,31 +257,61 @@ class _DropHints(ast.NodeTransformer):
         return node.args[0]
 
 
-@pytest.mark.parametrize(
-    ("file", "kernel", "what"),
-    [
-        ("intranode/dispatch.py", "dispatch_push_kernel", "store"),
-        ("device/buffers.py", "combine_pull_kernel", "load"),
-        ("device/transport.py", "internode_send_kernel", "store"),
-        ("internode/dispatch.py", "internode_send_kernel", "store"),
-    ],
+HINTS = (
+    ("intranode/dispatch.py", "dispatch_push_kernel", "store"),
+    ("device/buffers.py", "combine_pull_kernel", "load"),
+    ("device/transport.py", "internode_send_kernel", "store"),
+    ("internode/dispatch.py", "internode_send_kernel", "store"),
 )
-def test_a_missing_alignment_hint_is_seen(tmp_path: Path, file: str, kernel: str, what: str) -> None:
-    """The kernels without the alignment hints of one file fail the width check."""
-    for folder in ("triton_ep", "kernels", "aot"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
-    path = tmp_path / "kernels" / file
-    mutation = _DropHints()
-    path.write_text(ast.unparse(mutation.visit(ast.parse(path.read_text()))))
-    assert mutation.dropped > 0
+"""File, a kernel that needs its hints, and what is narrow without them."""
+
+# One process per tree, forked from one that has imported Triton.
+_COMPILE = """
+import json, os, sys
+import triton.backends.compiler, triton.compiler
+
+for root, request in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.path.insert(0, root)
+        from triton_ep.aot import compile
+
+        compile.start()
+        made = compile.compile_request(request, "sm_90", None)
+        compile.stop()
+        assert "facts" in made, made["error"]
+        print(json.dumps(made["facts"]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def without_hints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By file of HINTS: facts about its kernel, in a copy of the sources without the hints of that file."""
     shape = Shape(4096, 7168, 8, 256, world_size=16, local_world_size=8, num_sm=20, network=P2P)
-    request = next(one for one in layer_requests(shape) if one.kernel == kernel)
-    out = tmp_path / "out"
-    words = ("build", "--arch", "sm_90", "--variant", request.text(), "--out", out, "--jobs", "1")
-    done = run_aot(*words, root=tmp_path)
+    requests = {one.kernel: one.as_dict() for one in reversed(layer_requests(shape))}
+    jobs = []
+    for file, kernel, _ in HINTS:
+        root = tmp_path_factory.mktemp("without")
+        for folder in ("triton_ep", "kernels", "aot"):
+            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+        path = root / "kernels" / file
+        mutation = _DropHints()
+        path.write_text(ast.unparse(mutation.visit(ast.parse(path.read_text()))))
+        assert mutation.dropped > 0
+        jobs.append((str(root), requests[kernel]))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = run_program(["-c", _COMPILE, json.dumps(jobs)], environment | {"TRITON_INTERPRET": "0"}, Path(jobs[0][0]))
     assert done.returncode == 0, done.stderr
-    (facts,) = facts_of(out)
-    assert any(text.startswith(what) for text in facts["narrow"]), facts
+    facts = map(json.loads, done.stdout.splitlines())
+    return {file: one for (file, *_), one in zip(HINTS, facts, strict=True)}
+
+
+@pytest.mark.parametrize(("file", "kernel", "what"), HINTS)
+def test_a_missing_alignment_hint_is_seen(without_hints: dict[str, Any], file: str, kernel: str, what: str) -> None:
+    """The kernels without the alignment hints of one file fail the width check."""
+    facts = without_hints[file]
+    assert any(text.startswith(what) for text in facts["narrow"]), (kernel, facts)
 
 
 _TTGIR = """

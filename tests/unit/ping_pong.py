@@ -1,16 +1,16 @@
 """One rank of the two-process ping-pong over shared memory; started by test_interpreter_chaos.py.
 
-    python -m tests.unit.ping_pong RANK FD ROUNDS '[["way", seed or null], ...]'
+    python -m tests.unit.ping_pong RANK FILE ROUNDS '[["way", seed or null], ...]'
 
-FD is a memfd that both ranks map. Every case has its own page, so nothing is ever reset. Prints a JSON list: the
+Both ranks map FILE. Every case has its own page, so nothing is ever reset. Prints a JSON list: the
 number of wrong words in each case, or -1 for a flag that did not arrive.
 """
 
 import json
 import mmap
-import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -42,9 +42,10 @@ def _meet(memory: torch.Tensor, page: int, rank: int) -> None:
 def main() -> None:
     """Run all cases."""
     torch.set_num_threads(1)
-    rank, fd, rounds = (int(text) for text in sys.argv[1:4])
+    rank, rounds = int(sys.argv[1]), int(sys.argv[3])
     cases = json.loads(sys.argv[4])
-    mapped = mmap.mmap(fd, os.fstat(fd).st_size)
+    with Path(sys.argv[2]).open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     interpreter.register_heap(memory.data_ptr(), memory.numel())
     results = []

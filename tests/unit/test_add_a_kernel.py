@@ -2,15 +2,12 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.aot.library import facts_of, run_aot
-from tests.patience import LIMIT_S
-from tests.programs import environment_of_programs
+from tests.programs import environment_of_programs, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "add-a-kernel.md"
@@ -39,9 +36,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _python(copy: Path, *words: str) -> str:
     """Output of a program that runs on the copy."""
-    environment = environment_of_programs() | {"PYTHONPATH": str(copy)}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run_program(words, environment_of_programs() | {"PYTHONPATH": str(copy)}, copy)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

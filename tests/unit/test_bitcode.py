@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import LIMIT_S
+from tests.programs import Program, environment_of_programs
 from triton_ep.errors import HeapError
 from triton_ep.heap import bitcode
 from triton_ep.heap.bitcode import find_bitcode, pruned_bitcode
@@ -154,32 +155,22 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     """Ranks that start together on an empty cache all read the same complete file."""
     _install(tmp_path / "site", "libnvshmem_device.bc")
     code = (
-        "import sys; from pathlib import Path\n"
+        "import sys, time; from pathlib import Path\n"
         f"sys.path[:0] = [{str(tmp_path / 'site')!r}]\n"
         "import triton\n"
         "from triton_ep.heap.bitcode import pruned_bitcode\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
+        "print('ready', flush=True)\n"
+        f"while not Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.001)\n"
         f"path = pruned_bitcode(['put'], Path({str(tmp_path / 'cache')!r}))\n"
         "print(path, len(path.read_text()))\n"
     )
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    try:
-        for writer in writers:  # all imports are done, so that the writes start together
-            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-        for writer in writers:
-            assert writer.stdin is not None
-            writer.stdin.write("go\n")
-            writer.stdin.flush()
-        lines = {writer.communicate(timeout=LIMIT_S)[0] for writer in writers}
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.wait()
+    writers = [Program(["-c", code], environment_of_programs(), imported=True) for _ in range(3)]
+    for writer in writers:  # all imports are done, so that the writes start together
+        assert writer.lines(1) == ["ready"]
+    (tmp_path / "go").touch()
+    done = [writer.wait() for writer in writers]
+    assert [each.returncode for each in done] == [0] * 3, done
+    lines = {each.stdout.removeprefix("ready\n") for each in done}
     (path,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert lines == {f"{path} {len(path.read_text())}\n"}
 

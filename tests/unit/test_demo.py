@@ -31,7 +31,7 @@ def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
     """
     picture = tmp_path / "routing.png"
     words = ["--tokens", "12", "--hidden", "64", "--experts", "8", "--picture", picture]
-    done = run_program(["-m", "triton_ep.cli", "demo", *words], environment_of_programs())
+    done = run_program(["-m", "triton_ep.cli", "demo", *words], environment_of_programs(), imported=True)
     assert done.returncode == 0, done.stdout + done.stderr
     output = done.stdout
     assert "PASS" in output

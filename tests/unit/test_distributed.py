@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "NVSHMEM_")
 NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # the discard service, where nothing listens
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="starts CPU ranks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_of_ranks() -> None:
+    """Start the server of `run_ranks` with this module, and so pytest, which else every rank would import."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "triton_ep.layer", __name__])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -319,10 +327,6 @@ def _sleep_unless_rank_0() -> None:
     time.sleep(100_000)
 
 
-def _print_without_flush() -> None:
-    sys.stdout.write(f"said by {launched_rank()}\n")
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -338,13 +342,15 @@ def test_the_failure_of_a_rank_reaches_the_caller(function: Callable[[], None], 
 
 
 def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
-    """Text that ranks print at the very end appears without a flush."""
+    """Text that ranks print at the very end appears without a flush. The server of these ranks is a new Python."""
     script = tmp_path / "program.py"
     script.write_text(
-        "from tests.unit.test_distributed import _print_without_flush\n"
-        "from triton_ep.distributed import run_ranks\n"
+        "import sys\n"
+        "from triton_ep import distributed\n"
+        "def say():\n"
+        "    sys.stdout.write(f'said by {distributed._spawned[0]}\\n')\n"
         "if __name__ == '__main__':\n"
-        "    run_ranks(_print_without_flush, 3)\n"
+        "    distributed.run_ranks(say, 3)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment["PYTHONPATH"] = str(ROOT)

@@ -205,10 +205,10 @@ def test_the_full_page_names_the_adapters(tmp_path: Path) -> None:
 def test_doctor_runs_as_a_program() -> None:
     """`python -m triton_ep.cli doctor` is the same command; wrong usage has an exit code of its own."""
     command = ["-m", "triton_ep.cli"]
-    done = run_program([*command, "doctor"])
+    done = run_program([*command, "doctor"], imported=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "What will be used" in done.stdout
-    done = run_program([*command, "surgeon"])
+    done = run_program([*command, "surgeon"], imported=True)
     assert done.returncode == 2
 
 

@@ -36,11 +36,12 @@ def _run(command: Sequence[str | Path]) -> str:
 
     command: arguments of `python`, or a command line of mpirun, which starts Python itself.
     """
+    bare = command[0] in EXAMPLES
     environment = environment_of_programs()
     if Path(command[0]).name == "mpirun":
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     else:
-        done = run_program(command, environment)
+        done = run_program(command, environment, imported=bare)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -4,8 +4,6 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import LIMIT_S
+from tests.programs import Program, environment_of_programs
 from triton_ep.distributed import current_heap, finalize_distributed
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.base import SymmTensor
 from triton_ep.heap.host import HostHeap
 from triton_ep.runtime.environment import MOST_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.plain  # no kernel runs here
 
@@ -321,12 +319,11 @@ def test_nothing_is_left_of_a_killed_job(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    run_ranks(main, 2)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        pids = [int(owner.stdout.readline()) for _ in range(2)]
-        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
-        owner.kill()
+    owner = Program([script], environment_of_programs(), imported=True)
+    pids = [int(line) for line in owner.lines(2)]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    os.kill(owner.pid, signal.SIGKILL)
+    assert owner.wait().returncode == -signal.SIGKILL
     for text in maps:
         files = re.findall(r" rw-s .* (/\S+.*)$", text, re.MULTILINE)
         assert [name for name in files if "heap" in name] == ["/memfd:triton_ep-heap (deleted)"] * 2

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (("triton_ep", "triton_ep"), ("kernels", "triton_ep.kernels"), ("aot", "triton_ep.aot"))
 """Folder of the checkout, and the package that it is installed as."""
 READERS_OF_ENVIRONMENT = {"triton_ep.runtime.environment"}
+USES_OF_ENVIRONMENT = ("environ", "environb", "getenv", "putenv")
 # These may set TRITON_INTERPRET, which Triton reads at import.
 SETTERS_OF_INTERPRET = ("triton_ep.runtime.launch", "triton_ep.runtime.interpreter", "triton_ep.aot")
 
@@ -100,12 +101,15 @@ def test_the_contracts_see_a_breach(installed: Path) -> None:
 
 def _environment_uses(path: Path) -> Iterator[tuple[ast.AST, int]]:
     """Uses of `os.environ`, `os.getenv` and the like, by attribute or by imported name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+    text = path.read_text()
+    if not any(name in text for name in USES_OF_ENVIRONMENT):  # most files: parsing all takes seconds
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in USES_OF_ENVIRONMENT:
             yield node, node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             for alias in node.names:
-                if alias.name in ("environ", "environb", "getenv", "putenv"):
+                if alias.name in USES_OF_ENVIRONMENT:
                     yield node, node.lineno
 
 

@@ -3,17 +3,14 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 
-from tests.patience import LIMIT_S
+from tests.programs import Program, environment_of_programs
 from triton_ep.runtime import interpreter
 from triton_ep.runtime.interpreter.held import HeapRanges, HeldStores
 
@@ -26,7 +23,6 @@ from triton_ep.runtime.interpreter import spinning
 from . import interpreter_kernels as kernels
 from . import ping_pong, wrong_kernels
 
-ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
 BLOCK = 64
 
@@ -51,23 +47,14 @@ def _ping_pong(cases: list[tuple[str, int | None]], rounds: int) -> list[list[in
     """Run cases in two fresh processes; returns each rank's count of wrong words per case."""
     fd = os.memfd_create("ping_pong")
     os.ftruncate(fd, len(cases) * ping_pong.PAGE)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", ping_pong.__name__, str(rank), str(fd), str(rounds), json.dumps(cases)],
-            cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, pass_fds=[fd],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=LIMIT_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-        os.close(fd)
-    for process, (_, errors) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output) for output, _ in outputs]
+    words = ["-m", ping_pong.__name__]
+    more = [f"/proc/{os.getpid()}/fd/{fd}", str(rounds), json.dumps(cases)]
+    environment = {**environment_of_programs(), "TRITON_INTERPRET": "1"}
+    ranks = [Program([*words, str(rank), *more], environment, imported=True) for rank in range(2)]
+    done = [rank.wait() for rank in ranks]
+    os.close(fd)
+    assert [each.returncode for each in done] == [0, 0], done
+    return [json.loads(each.stdout) for each in done]
 
 
 def test_two_processes_under_ten_seeds() -> None:

@@ -1,15 +1,12 @@
 """Arithmetic of interpreted kernels equals a GPU's, bit for bit if the result is unique."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 
-from tests.patience import LIMIT_S
+from tests.programs import environment_of_programs, run_program
 from triton_ep.runtime import interpreter
 
 if not triton.knobs.runtime.interpret:
@@ -17,7 +14,6 @@ if not triton.knobs.runtime.interpret:
 
 from . import interpreter_kernels as kernels
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 1 << 15
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 # Canonical NaNs: PTX defines one pattern per format.
@@ -227,9 +223,7 @@ def test_self_test_passes_and_names_what_is_broken() -> None:
     """The self-test passes here; without the fix-ups it fails and names each one."""
     interpreter.self_test()
     script = "from triton_ep.runtime.interpreter import selftest; selftest.run()"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
+    done = run_program(["-c", script])
     assert done.returncode != 0
     for name in (
         "float32 to bf16",
@@ -253,11 +247,8 @@ def test_only_interpreted_processes_are_changed() -> None:
         "import triton.runtime.interpreter as stock\n"
         "print(stock._patch_lang.__module__, hasattr(stock.InterpreterBuilder, 'create_dot_scaled'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT, env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, check=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    done = run_program(["-c", script], environment_of_programs() | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "set TRITON_INTERPRET=1" in lines[0]
     assert "chaos mode belongs to interpreted kernels" in lines[1]

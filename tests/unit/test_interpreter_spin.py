@@ -1,16 +1,15 @@
 """Waiting kernels: they end at their timeout, yield the core, and can be ended by a hook."""
 
-import subprocess
-import sys
+import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 
 from tests.patience import LIMIT_S
+from tests.programs import environment_of_programs, run_program
 from triton_ep.errors import PeerFailed
 from triton_ep.runtime import interpreter
 
@@ -21,7 +20,6 @@ from triton_ep.kernels.device import spin
 
 from . import interpreter_kernels as kernels
 
-ROOT = Path(__file__).resolve().parents[2]
 MS = 1_000_000
 
 
@@ -129,24 +127,23 @@ def test_the_clock_is_int64_and_goes_forward() -> None:
     assert spin.INTERPRET.value is True
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-def test_the_same_source_compiles(arch: int) -> None:
+def test_the_same_source_compiles() -> None:
     """On sm_90 and sm_100 the clock is the global timer, and later pauses are a nanosleep."""
     script = (
-        "import triton\n"
+        "import json, triton\n"
         "from triton.backends.compiler import GPUTarget\n"
         "from triton.compiler import ASTSource\n"
         "from tests.unit.interpreter_kernels import wait_kernel\n"
         "types = {'flag_ptr': '*i64', 'out_ptr': '*i64', 'expected': 'i64', 'timeout_ns': 'i64'}\n"
-        f"done = triton.compile(ASTSource(wait_kernel, types), target=GPUTarget('cuda', {arch}, 32))\n"
-        "assert len(done.asm['cubin']) > 0\n"
-        "print(done.asm['ptx'])\n"
+        "for arch in (90, 100):\n"
+        "    done = triton.compile(ASTSource(wait_kernel, types), target=GPUTarget('cuda', arch, 32))\n"
+        "    assert len(done.asm['cubin']) > 0\n"
+        "    print(json.dumps(done.asm['ptx']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT, env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
-        capture_output=True, text=True, check=True, timeout=LIMIT_S,
-    )  # fmt: skip
-    assert done.stdout.count("globaltimer") >= 2
-    assert "ld.volatile.global" in done.stdout
-    assert done.stdout.count("nanosleep") == 1  # inside the loop, after a comparison with the number of polls
+    done = run_program(["-c", script], environment_of_programs() | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    for ptx in map(json.loads, done.stdout.splitlines()):
+        assert ptx.count("globaltimer") >= 2
+        assert "ld.volatile.global" in ptx
+        assert ptx.count("nanosleep") == 1  # inside the loop, after a comparison with the number of polls
+    assert len(done.stdout.splitlines()) == 2

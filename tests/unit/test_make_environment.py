@@ -69,8 +69,9 @@ def test_it_knows_the_least_python(tool: ModuleType) -> None:
 def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path) -> None:
     """The first lines precede any pip call; if pip fails, the program fails and marks nothing as ready."""
     folder = tmp_path / "venv"
+    (tmp_path / "torch.py").write_text("raise ImportError('this Python has no torch')")
     command = [sys.executable, str(PROGRAM), str(folder), "--torch", "no-such-package==0.0"]
-    environment = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("looking whether") and lines[1].startswith(f"creating {folder} with no-such-package")

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from tests.patience import LIMIT_S, stopwatch
-from tests.programs import run_program
+from tests.programs import Program, environment_of_programs, run_program
 from triton_ep.distributed import most_gpu_ranks
 from triton_ep.errors import ConfigError, InputError, PeerFailed
 from triton_ep.testing import RankError, RankHang, RankPool
-
-ROOT = Path(__file__).resolve().parents[2]
+from triton_ep.testing import pool as pool_module
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +230,9 @@ def test_hang_shows_the_stack_of_every_rank(pool: RankPool) -> None:
     assert len(pool.run(_pid)) == 2
 
 
-def test_stopped_rank_is_a_hang_too(pool: RankPool) -> None:
+def test_stopped_rank_is_a_hang_too(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process, which cannot write its stack, is named and ended."""
+    monkeypatch.setattr(pool_module, "STACKS_S", 0.3)  # nothing will come
     with pytest.raises(RankHang, match="no Python stack"):
         pool.run(_stop_itself, timeout_s=_limit(pool))
 
@@ -283,7 +283,7 @@ def test_interrupt_in_the_caller_ends_the_case(pool: RankPool, tmp_path: Path) -
 
 
 def _pytest(*arguments: str) -> str:
-    done = run_program(["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments])
+    done = run_program(["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments], imported=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -314,7 +314,7 @@ def test_function_that_ranks_cannot_import_is_refused(pool: RankPool) -> None:
     """Local functions, lambdas and functions of a script are refused before anything is sent."""
     with pytest.raises(InputError, match="top level of a module"):
         pool.run(lambda rank: rank)
-    done = run_program(["-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"])
+    done = run_program(["-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"], imported=True)
     assert "is defined in a script" in done.stderr
 
 
@@ -363,29 +363,44 @@ def _descendants(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in _descendants(child)]
 
 
+# Without pytest, for which a fork server would import more.
+_CASES = """
+import os, time
+
+def pid(rank):
+    return os.getpid()
+
+def sleep(rank):
+    time.sleep(100_000)
+"""
+_OWNER = """
+import sys
+from cases_of_owner import pid, sleep
+from triton_ep.testing import RankPool
+
+pool = RankPool(2)
+print(*pool.run(pid), flush=True)
+if sys.argv[1] == "killed":
+    pool.run(sleep)
+"""
+
+
 @pytest.mark.parametrize("how", ["killed", "returns"])
-def test_ranks_end_with_their_owner(how: str) -> None:
+def test_ranks_end_with_their_owner(how: str, tmp_path: Path) -> None:
     """No rank survives a kill -9 of the pool's owner while ranks are busy, nor the owner's normal end."""
-    code = (
-        "import os, signal, sys, threading\n"
-        "from tests.unit.test_rank_pool import _pid, _sleep_for_ever\n"
-        "from triton_ep.testing import RankPool\n"
-        "pool = RankPool(2)\n"
-        "print(*pool.run(_pid), flush=True)\n"
-        "if sys.argv[1] == 'killed':\n"
-        "    pool.run(_sleep_for_ever)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, how], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        ranks = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(ranks) == 2
-        family = _descendants(owner.pid) if how == "killed" else ranks
-        assert set(ranks) <= set(family)
-        if how == "killed":
-            assert len(family) == 3  # the fork server
-            assert all(_runs(pid) for pid in family)
-            owner.kill()
-        assert owner.wait(LIMIT_S) == (-signal.SIGKILL if how == "killed" else 0)
+    (tmp_path / "cases_of_owner.py").write_text(_CASES)
+    environment = environment_of_programs()
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    owner = Program(["-c", _OWNER, how], environment, imported=True)
+    ranks = [int(pid) for pid in owner.lines(1)[0].split()]
+    assert len(ranks) == 2
+    family = _descendants(owner.pid) if how == "killed" else ranks
+    assert set(ranks) <= set(family)
+    if how == "killed":
+        assert len(family) == 3  # the fork server
+        assert all(_runs(pid) for pid in family)
+        os.kill(owner.pid, signal.SIGKILL)
+    assert owner.wait().returncode == (-signal.SIGKILL if how == "killed" else 0)
     deadline = time.monotonic() + LIMIT_S
     while any(_runs(pid) for pid in family) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,7 +1,5 @@
 """Packages under other names for unmodified processes: written by `triton-ep shim`, as a wheel, by plugins."""
 
-import subprocess
-import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import triton_ep
-from tests.patience import LIMIT_S
+from tests.programs import run_program
 from triton_ep.cli import main
 from triton_ep.integrations.deep_ep import shim
 
@@ -66,9 +64,7 @@ print(deep_ep.__name__)
 
 def _python(program: str, *path: Path) -> str:
     environment = {"PYTHONPATH": ":".join(map(str, (*path, ROOT))), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = run_program(["-c", program], environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

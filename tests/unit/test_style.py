@@ -2,9 +2,12 @@
 
 import ast
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted(path for folder in ("triton_ep", "kernels", "aot") for path in (ROOT / folder).rglob("*.py"))
@@ -42,6 +45,14 @@ LONG_SIGNATURES = {
 }
 # Plans and launches of the expert block.
 LONG_OF_EXPERTS = {"experts", "experts_backward", "launch_gate_up", "launch_rows_product"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_collections() -> Iterator[None]:
+    """Collections of garbage would look through the trees of all files again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def _name(path: Path) -> str:
