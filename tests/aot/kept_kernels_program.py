@@ -23,7 +23,7 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, Shape
 
 GRID, STREAM, WORDS = 7, 77, 64
-SHAPE = Shape(4096, 7168, 8, 256, 2, 2, num_sm=24, enable_local_combine=True)
+SHAPE = Shape(16, 256, 2, 8, 2, 2, num_sm=24, enable_local_combine=True)
 CALLS = LayerCalls(ids=("i64",), weights=(False,), gradients=False)
 DTYPES = {name: dtype for dtype, name in launch._TYPES.items()}
 

@@ -342,7 +342,7 @@ def test_the_failure_of_a_rank_reaches_the_caller(function: Callable[[], None], 
 
 
 def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
-    """Text that ranks print at the very end appears without a flush. The server of these ranks is a new Python."""
+    """Text that ranks print at the very end appears without a flush."""
     script = tmp_path / "program.py"
     script.write_text(
         "import sys\n"
@@ -354,7 +354,7 @@ def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment["PYTHONPATH"] = str(ROOT)
-    done = run_program([script], environment)
+    done = run_program([script], environment, imported=True)
     assert sorted(done.stdout.splitlines()) == ["said by 0", "said by 1", "said by 2"]
 
 
@@ -379,7 +379,8 @@ def test_default_heap_size(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- ranks of a launcher: fresh processes with its variables ------------------------------------------------
 
 PROGRAM = """
-import json, os, sys
+import json, os, sys, tempfile
+tempfile.tempdir = None  # imports may have asked for it before TMPDIR was set
 import torch, torch.distributed as dist
 from triton_ep import distributed
 from triton_ep.errors import EPError
@@ -398,7 +399,7 @@ except EPError as error:
 def _process(variables: dict[str, str], temporary: Path, timeout_s: float = LIMIT_S) -> Program:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment = {**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
-    return Program(["-c", PROGRAM, str(timeout_s)], environment)
+    return Program(["-c", PROGRAM, str(timeout_s)], environment, imported=True)
 
 
 def _open_mpi(job: str, rank: int, world_size: int, local_size: int | None = None) -> dict[str, str]:
