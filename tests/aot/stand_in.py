@@ -2,13 +2,16 @@
 
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import triton.backends.nvidia
 
 from tests.patience import LIMIT_S
-from tests.programs import environment_of_programs
+from tests.programs import environment_of_programs, run_program
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = Path(triton.backends.nvidia.__file__).parent / "include"
@@ -30,11 +33,23 @@ def build_stand_in(folder: Path) -> Path:
     return folder
 
 
-def environment_of_stand_in(folder: Path, cache: Path) -> dict[str, str]:
-    """Environment of a program that compiles for it, with Triton's cache in a folder."""
-    return {
+def run_with_stand_in(
+    words: Sequence[str | Path], folder: Path, cache: Path, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that launches through the stand-in of a folder, with Triton's cache in another folder.
+
+    A CUDA build of torch may load the real driver, and the first libcuda.so.1 of a process counts: there the program
+    is a new Python.
+    """
+    environment = {
         **environment_of_programs(),
         "TRITON_INTERPRET": "0",
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(cache),
+        **settings,
     }
+    if torch.version.cuda is None:
+        return run_program(words, environment)
+    environment["LD_LIBRARY_PATH"] = str(folder)
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import triton
 
-from tests.aot.stand_in import build_stand_in, environment_of_stand_in
+from tests.aot.stand_in import build_stand_in, run_with_stand_in
 from tests.aot.test_runtime import NotingDriver
-from tests.programs import run_program
 from triton_ep.runtime import jit_cache, sources
 from triton_ep.runtime.jit_cache import JitCache
 from triton_ep.runtime.plans.request import KernelRequest
@@ -26,10 +25,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_stand_in(tmp_path_factory.mktemp("driver"))
 
 
-def _run(stand_in: Path, cache: Path, mode: str = "", **settings: str) -> dict[str, Any]:
+def _run(stand_in: Path, cache: Path, mode: str = "") -> dict[str, Any]:
     """Run a process; return its launches and what they needed."""
-    environment = environment_of_stand_in(stand_in, cache) | settings
-    done = run_program([HERE / "kept_kernels_program.py", stand_in, mode], environment)
+    done = run_with_stand_in([HERE / "kept_kernels_program.py", stand_in, mode], stand_in, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
