@@ -7,13 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.combinations import combinations
 from tests.layer.cases import Case, make_layer, workloads
 from triton_ep import MXTensor, autograd
 from triton_ep.autograd import operations
 from triton_ep.distributed import current_heap
 from triton_ep.errors import FinalizedError, InputError, StaleHandleError
 
-TOPOLOGIES = ((1, 2), (1, 4), (2, 2))
+TOPOLOGIES = ((1, 2), (2, 1), (1, 4), (2, 2))
 
 CASES = (
     Case("weights_in_combine", combine_weights=True),
@@ -108,13 +109,22 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> 
             assert not weights.grad.cpu()[dropped].any()
 
 
+ON_CPU = {
+    (2, 1): ("weights_in_combine", "zero_tokens_on_a_rank", "static_local", "short_rows"),
+    (1, 4): (),
+    (2, 2): ("local_combine",),
+}
+"""Cases of CPU ranks; on one node two ranks take all."""
+
+
+def _dense_on_cpu(case: Case, nodes: int, ranks_per_node: int) -> bool:
+    return case.name in ON_CPU.get((nodes, ranks_per_node), (case.name,))
+
+
 @pytest.mark.plain  # the same kernels as in test_layer.py
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_dense_computation(run_ranks, backend, nodes, ranks_per_node, case):
+@pytest.mark.parametrize("case, nodes, ranks_per_node", combinations(FP32, TOPOLOGIES, on_cpu=_dense_on_cpu))
+def test_gradients_are_those_of_the_dense_computation(run_ranks, case, nodes, ranks_per_node):
     """Gradients of tokens, routing weights and experts; dropped entries get zero."""
-    if backend == "host" and nodes * ranks_per_node == 4 and FP32.index(case) % 2 == nodes % 2:
-        pytest.skip("half of the cases on one node, half on two; all of them with --backend nvshmem")
     run_ranks(_check_gradients, nodes, ranks_per_node, case)
 
 
@@ -142,24 +152,35 @@ def _check_exact_slots(rank: int, nodes: int, ranks_per_node: int, case: Case) -
         assert torch.equal(weights.grad.cpu(), expected)
 
 
+def _slots_on_cpu(
+    dtype: torch.dtype, payload: str | None, local_combine: bool, nodes: int, ranks_per_node: int
+) -> bool:
+    """On one node two CPU ranks take all; on two nodes sums per node and quantised rows once each."""
+    if (nodes, ranks_per_node) == (2, 1):
+        return payload == "mxfp8" and not local_combine
+    if (nodes, ranks_per_node) == (2, 2):
+        return (dtype, payload) == (torch.bfloat16, None) and local_combine
+    return ranks_per_node == 2
+
+
 @pytest.mark.plain  # as above
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("local_combine", [False, True])
 @pytest.mark.parametrize(
-    "dtype, payload", [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "mxfp8")], ids=str
+    "dtype, payload, local_combine, nodes, ranks_per_node",
+    combinations(
+        [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "mxfp8")],
+        [False, True],
+        TOPOLOGIES,
+        on_cpu=_slots_on_cpu,
+    ),
 )
-def test_gradients_of_weights_are_exact_per_slot(
-    run_ranks, backend, nodes, ranks_per_node, local_combine, dtype, payload
-):
+def test_gradients_of_weights_are_exact_per_slot(run_ranks, dtype, payload, local_combine, nodes, ranks_per_node):
     """Gradients are not averaged over a token's slots, nor rounded to the dtype or the payload of rows."""
-    if backend == "host" and (ranks_per_node == 4 or (nodes == 2 and dtype == torch.float32)):
-        pytest.skip("four CPU ranks take the dtype of most layers, on two nodes")
     case = Case("slots", topk=4, experts=4, hidden=32, dtype=dtype, local_combine=local_combine, payload=payload)
     run_ranks(_check_exact_slots, nodes, ranks_per_node, case)
 
 
 def _check_differences(rank: int, nodes: int, ranks_per_node: int, static: bool) -> None:
-    """Central differences. All ranks change the weight of the same slot at once: no loss depends on another rank's."""
+    """Central differences. All tokens change the weight of the same slot at once: no loss depends on another's."""
     case = Case(
         "moved", tokens=(3, 5, 4, 2), topk=3, experts=2, hidden=32, drop=0.3, dtype=torch.float32, static=static
     )
@@ -171,28 +192,26 @@ def _check_differences(rank: int, nodes: int, ranks_per_node: int, static: bool)
         up = _expert_weights(case, cfg.num_experts)[0][rank * cfg.num_experts_per_rank :].to(device)
         grad = _output_gradient(case, rank, x.shape[0]).to(device)
 
-        def loss(weights: torch.Tensor) -> torch.Tensor:
+        def losses(weights: torch.Tensor) -> torch.Tensor:
             recv_x, recv_weights, desc = autograd.dispatch(layer, x, topk_idx, weights)
             starts = desc.expert_offsets.tolist()
             parts = [recv_x[a:b] @ up[e] * 8 for e, (a, b) in enumerate(pairwise(starts))]
             rest = recv_x.new_zeros(recv_x.shape[0] - starts[-1], case.hidden)
             # The weight is used twice, inside the expert and in the sum.
             y = torch.tanh(torch.cat([*parts, rest]) * recv_weights.unsqueeze(1))
-            return (autograd.combine(layer, y, desc, recv_weights).double() * grad).sum()
+            return (autograd.combine(layer, y, desc, recv_weights).double() * grad).sum(1)
 
         weights = work.topk_weights.clone().to(device).requires_grad_()
-        loss(weights).backward()
+        losses(weights).sum().backward()
         step = 2.0**-7
         measured = torch.zeros(work.topk_idx.shape, dtype=torch.float64)
-        for token in range(max(w.x.shape[0] for w in works)):
-            for k in range(case.topk):
-                sides = []
-                for sign in (1, -1):
-                    moved = weights.detach().clone()
-                    moved[token : token + 1, k] += sign * step  # nothing on a rank with fewer tokens
-                    sides.append(loss(moved).item())
-                if token < x.shape[0]:
-                    measured[token, k] = (sides[0] - sides[1]) / (2 * step)
+        for k in range(case.topk):
+            sides = []
+            for sign in (1, -1):
+                moved = weights.detach().clone()
+                moved[:, k] += sign * step
+                sides.append(losses(moved).cpu())
+            measured[:, k] = (sides[0] - sides[1]) / (2 * step)
         gradient = weights.grad.cpu()
         torch.testing.assert_close(gradient.double(), measured, rtol=2e-3, atol=2e-3)
         dropped = (work.topk_idx < 0) | (work.topk_idx >= cfg.num_experts)
@@ -241,7 +260,10 @@ def _check_parts_of_the_graph(rank: int, nodes: int, ranks_per_node: int, payloa
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node, payload", [(1, 2, None), (1, 2, "mxfp8"), (2, 2, "mxfp8")])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, payload",
+    [(1, 2, None), (1, 2, "mxfp8"), (2, 1, "mxfp8"), pytest.param(2, 2, "mxfp8", marks=pytest.mark.on_gpus)],
+)
 def test_what_is_not_asked_for_is_not_needed(run_ranks, nodes, ranks_per_node, payload):
     """Gradients of one input only, through one output only, and no gradients at all."""
     run_ranks(_check_parts_of_the_graph, nodes, ranks_per_node, payload)
@@ -284,7 +306,14 @@ def _check_microbatches(rank: int, nodes: int, ranks_per_node: int, static: bool
             step(batch)
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node, static", [(1, 2, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, static",
+    [
+        (1, 2, False),
+        pytest.param(2, 1, True, marks=pytest.mark.plain),
+        pytest.param(2, 2, True, marks=pytest.mark.on_gpus),
+    ],
+)
 def test_microbatches_in_flight_do_not_disturb_each_other(run_ranks, chaos_seed, nodes, ranks_per_node, static):
     """The pipeline schedule F0 F1 B0 F2 B1 B2."""
     run_ranks(_check_microbatches, nodes, ranks_per_node, static)
@@ -342,7 +371,8 @@ def _check_backward_of_combine(rank: int, nodes: int, ranks_per_node: int, case:
     "nodes, ranks_per_node, options",
     [
         (1, 2, {}),
-        (2, 2, {"static": True}),
+        (2, 1, {"static": True}),
+        pytest.param(2, 2, {"static": True}, marks=pytest.mark.on_gpus),
         (1, 2, {"payload": "mxfp8", "alignment": 16}),
         (1, 2, {"local_combine": True}),
     ],
