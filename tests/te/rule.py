@@ -18,49 +18,33 @@ _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
-def scale_byte(amax: float, elem_dtype: torch.dtype) -> int:
-    """Scale byte of a block with this largest magnitude."""
-    if math.isnan(amax):
-        return 255
-    if math.isinf(amax):
-        return 254
+def scale_bytes(amax: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
+    """Scale bytes, as int64, of blocks with these largest magnitudes."""
     factor = torch.tensor(1.0 / LARGEST[elem_dtype], dtype=torch.float32)
-    t = float(torch.tensor(amax, dtype=torch.float32) * factor)
-    if t == 0:
-        return 0
-    mantissa, exponent = math.frexp(t)
-    up = exponent - 1 if mantissa == 0.5 else exponent
-    return min(max(up + 127, 0), 254)
+    t = (amax.float() * factor).double()
+    mantissa, exponent = torch.frexp(t)
+    up = torch.where(mantissa == 0.5, exponent - 1, exponent).long()
+    byte = torch.where(t == 0, 0, (up + 127).clamp(0, 254))
+    return torch.where(amax.isnan(), 255, torch.where(amax.isinf(), 254, byte))
 
 
-def element(value: float, elem_dtype: torch.dtype) -> float:
-    """The value of the format nearest to `value`, ties to even, saturating."""
+def elements(values: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
+    """The values of the format nearest to float64 `values`, ties to even, saturating; zeros keep their sign."""
     largest = LARGEST[elem_dtype]
-    if math.isinf(value) or value == 0:
-        return math.copysign(largest, value) if value else value
-    exponent = max(math.frexp(abs(value))[1] - 1, _SMALLEST_EXPONENT[elem_dtype])
-    step = 2.0 ** (exponent - _MANTISSA[elem_dtype])
-    rounded = round(value / step) * step  # Python rounds ties to even
-    return math.copysign(min(abs(rounded), largest), value)
+    exponent = (torch.frexp(values)[1] - 1).clamp(min=_SMALLEST_EXPONENT[elem_dtype])
+    step = 2.0 ** (exponent - _MANTISSA[elem_dtype]).double()
+    rounded = torch.where(values.isinf(), largest, (values / step).round().abs() * step)  # ties to even
+    return torch.copysign(rounded.clamp(max=largest), values)
 
 
 def quantize(x: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of elements [M, N] and of scales [M, N / 32] of x [M, N], on the CPU."""
-    rows, columns = x.shape
-    data = torch.empty(rows, columns, dtype=torch.uint8)
-    scale = torch.empty(rows, columns // 32, dtype=torch.uint8)
-    for row, values in enumerate(x.cpu().double().tolist()):
-        for block in range(columns // 32):
-            part = values[32 * block : 32 * block + 32]
-            amax = math.nan if any(map(math.isnan, part)) else max(map(abs, part))
-            byte = scale_byte(amax, elem_dtype)
-            scale[row, block] = byte
-            if byte == 255:
-                data[row, 32 * block : 32 * block + 32] = 0x7F
-                continue
-            exact = [element(math.ldexp(value, 127 - byte), elem_dtype) for value in part]
-            data[row, 32 * block : 32 * block + 32] = torch.tensor(exact).to(elem_dtype).view(torch.uint8)
-    return data, scale
+    blocks = x.cpu().double().reshape(x.shape[0], -1, 32)
+    byte = scale_bytes(blocks.abs().amax(2), elem_dtype)  # NaN if one of the values is
+    exact = elements(torch.ldexp(blocks, 127 - byte.unsqueeze(2)), elem_dtype)
+    data = exact.to(elem_dtype).view(torch.uint8)
+    data = torch.where(byte.unsqueeze(2) == 255, 0x7F, data)
+    return data.reshape(x.shape), byte.to(torch.uint8)
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
@@ -80,8 +64,8 @@ def along_columns(x: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn
     return along_rows(filled.t(), elem_dtype).t()[: x.shape[0]]
 
 
-def swizzled_index(i: int, j: int, columns: int) -> int:
-    """Index in the GEMM order of byte (i, j) of padded scales with that many columns."""
+def swizzled_index(i: torch.Tensor, j: torch.Tensor, columns: int) -> torch.Tensor:
+    """Indices in the GEMM order of bytes (i, j) of padded scales with that many columns."""
     return ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 
