@@ -87,7 +87,7 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
     assert not te.is_ep_bootstrapped()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=pytest.mark.on_gpus)])
 @pytest.mark.parametrize("quantised", [(False, False), (True, True), (True, False), (False, True)], ids=str)
 def test_two_buffers_in_flight(run_ranks, nodes, ranks_per_node, quantised):
     """Rows, weights, counts, sums, gradients; each direction in MXFP8 or bf16; a rank without tokens."""
