@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.combinations import combinations
 from tests.layer.cases import Case, dispatch_and_check, expert_outputs, make_layer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import InputError
@@ -67,10 +68,16 @@ def _check_fused(out, case, biases, ys, results, rank, weights) -> None:
     assert bool(((out.float() - total).abs() <= bound).all())
 
 
+def _on_cpu(case: Case, nodes: int, ranks_per_node: int) -> bool:
+    """A token's own rank adds its biases, so two CPU ranks stand for four."""
+    if nodes == 2:
+        return ranks_per_node == 1 and case.name in ("bias", "bias_weighted_static")
+    return True
+
+
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_biases_join_the_sum_before_its_rounding(run_ranks, nodes, ranks_per_node, case):
+@pytest.mark.parametrize("case, nodes, ranks_per_node", combinations(CASES, [(1, 2), (2, 1), (2, 2)], on_cpu=_on_cpu))
+def test_biases_join_the_sum_before_its_rounding(run_ranks, case, nodes, ranks_per_node):
     """Bits of the reference, with one bias, two and none, in a whole call and in a split-phase call."""
     run_ranks(_check, nodes, ranks_per_node, case)
 

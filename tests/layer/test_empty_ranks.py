@@ -107,7 +107,7 @@ def _check_compact(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, we
     [
         *((1, 2, kind) for kind in KINDS),
         (2, 1, "mxfp8"),
-        pytest.param(2, 1, "exact", marks=pytest.mark.on_gpus),  # the host does not tell nodes apart
+        pytest.param(2, 1, "exact", marks=pytest.mark.on_gpus),  # strides are read on the host, for any nodes alike
     ],
 )
 def test_calls_take_any_strides_of_no_or_one_row(run_ranks, nodes, ranks_per_node, kind):

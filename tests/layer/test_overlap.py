@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.combinations import combinations
 from tests.layer.cases import (
     Case,
     check_dispatched,
@@ -31,14 +32,16 @@ from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Pushing
 from triton_ep.testing import apply_expert
 
+PLAIN, ON_GPUS = pytest.mark.plain, pytest.mark.on_gpus
+
 SMALL = Case("small", tokens=(7, 12, 5, 9), hidden=32, topk=2, experts=2)
 LOW_LATENCY = Case("low latency", tokens=(6, 3, 0, 8), hidden=32, topk=3, experts=4, low_latency=True)
-HALVES = (
-    SMALL,
-    replace(SMALL, name="local", local_combine=True, static=True, payload="mxfp8", combine_weights=True),
-    LOW_LATENCY,
-    replace(LOW_LATENCY, name="low latency mxfp8", payload="mxfp8", alignment=4),
-)
+LOCAL = replace(SMALL, name="local", local_combine=True, static=True, payload="mxfp8", combine_weights=True)
+LOW_LATENCY_MX = replace(LOW_LATENCY, name="low latency mxfp8", payload="mxfp8", alignment=4)
+
+
+def _id(value: object) -> str:
+    return str(getattr(value, "name", value))
 
 
 class _Halves:
@@ -118,15 +121,26 @@ def _any_order(rank, nodes, ranks_per_node, case, steps):
         layer.check()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
-def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
+@pytest.mark.parametrize(
+    "case, nodes, ranks_per_node",
+    [
+        (SMALL, 1, 2),
+        (LOW_LATENCY, 1, 2),
+        (LOCAL, 2, 1),
+        # The same protocols with other rows, or between more ranks.
+        pytest.param(LOCAL, 1, 2, marks=PLAIN),
+        pytest.param(LOW_LATENCY_MX, 1, 2, marks=PLAIN),
+        pytest.param(SMALL, 2, 2, marks=PLAIN),
+        pytest.param(SMALL, 2, 1, marks=ON_GPUS),
+        pytest.param(LOCAL, 2, 2, marks=ON_GPUS),
+        *(pytest.param(case, 1, 4, marks=ON_GPUS) for case in (SMALL, LOCAL, LOW_LATENCY, LOW_LATENCY_MX)),
+    ],
+    ids=_id,
+)
+def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed, case, nodes, ranks_per_node):
     """In random order: combines of earlier dispatches before a dispatch's hook, dispatches before a combine's hook."""
-    if nodes > 1 and case.low_latency:
-        pytest.skip("low latency has one node")
-    if backend == "host" and (ranks_per_node > 2 or (nodes == 2 == ranks_per_node and case is not SMALL)):
-        pytest.skip("needs --backend nvshmem; four CPU ranks take one case")
-    steps = 80 if backend != "host" else 11 if chaos_seed is not None else 16
+    few = chaos_seed is not None or nodes * ranks_per_node > 2
+    steps = 80 if backend != "host" else 11 if few else 16
     run_ranks(_any_order, nodes, ranks_per_node, case, steps)
 
 
@@ -143,7 +157,7 @@ def _more_flags_than_programs(rank, nodes, ranks_per_node, case):
         one.check()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=ON_GPUS)])
 def test_programs_raise_the_flags_of_more(run_ranks, nodes, ranks_per_node):
     """Ranks need not send with the same number of programs, as where only some give the receiving half to a hook."""
     run_ranks(_more_flags_than_programs, nodes, ranks_per_node, SMALL)
@@ -167,11 +181,9 @@ def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
         b.finish()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=ON_GPUS)])
 def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_node):
     """The decoder's schedule: every half of one layer runs between two halves of the other."""
-    if backend == "host" and ranks_per_node > 2:
-        pytest.skip("needs --backend nvshmem")
     run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend != "host" else 2)
 
 
@@ -185,12 +197,20 @@ def _some_ranks(rank, nodes, ranks_per_node, case, calls):
                     getattr(halves, step)()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("case", HALVES[:3], ids=lambda case: case.name)
-def test_ranks_need_not_agree_on_hooks(run_ranks, backend, nodes, ranks_per_node, case):
+@pytest.mark.parametrize(
+    "case, nodes, ranks_per_node",
+    [
+        (SMALL, 1, 2),
+        (LOW_LATENCY, 1, 2),
+        (LOCAL, 2, 1),
+        pytest.param(LOCAL, 1, 2, marks=PLAIN),
+        pytest.param(SMALL, 2, 1, marks=ON_GPUS),
+        *(pytest.param(case, 2, 2, marks=ON_GPUS) for case in (SMALL, LOCAL)),
+    ],
+    ids=_id,
+)
+def test_ranks_need_not_agree_on_hooks(run_ranks, backend, case, nodes, ranks_per_node):
     """Split-phase calls on some ranks meet whole calls on others."""
-    if (nodes > 1 and case.low_latency) or (backend == "host" and nodes * ranks_per_node > 2):
-        pytest.skip("low latency has one node; needs --backend nvshmem")
     run_ranks(_some_ranks, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
 
 
@@ -237,7 +257,7 @@ def _refused(rank, nodes, ranks_per_node, case):
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
-@pytest.mark.parametrize("case", [HALVES[0], HALVES[2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, LOW_LATENCY], ids=_id)
 def test_what_would_overwrite_rows_is_refused(run_ranks, nodes, ranks_per_node, case):
     """A second dispatch or combine before the hook, rows not there yet, a hook's second call, a hook after the end."""
     run_ranks(_refused, nodes, ranks_per_node, case)
@@ -338,12 +358,11 @@ def _on_comm_stream(rank, nodes, ranks_per_node, case, calls):
         layer.check()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
-@pytest.mark.parametrize("case", [HALVES[1], HALVES[2]], ids=lambda case: case.name)
+@pytest.mark.plain  # without streams these are whole calls
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=ON_GPUS)])
+@pytest.mark.parametrize("case", [LOCAL, LOW_LATENCY], ids=_id)
 def test_calls_on_a_stream_of_their_own(run_ranks, backend, nodes, ranks_per_node, case):
     """Results are correct after the event, with plain calls in between. On the CPU the event is done at once."""
-    if backend == "host" and ranks_per_node > 2:
-        pytest.skip("needs --backend nvshmem")
     run_ranks(_on_comm_stream, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
 
 
@@ -375,12 +394,16 @@ def _in_place(rank, nodes, ranks_per_node, case, calls):
         layer.check()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("static", [False, True])
-def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, nodes, ranks_per_node, static):
+@pytest.mark.parametrize(
+    "static, nodes, ranks_per_node",
+    combinations(
+        [False, True],
+        [(1, 2), (2, 1), (1, 4), (2, 2)],
+        on_cpu=lambda static, nodes, ranks_per_node: (nodes, ranks_per_node) == ((2, 1) if static else (1, 2)),
+    ),
+)
+def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, static, nodes, ranks_per_node):
     """The same bits as with a copy, weighted or not, after earlier combines whose rows slow ranks still read."""
-    if backend == "host" and nodes * ranks_per_node > 2:
-        pytest.skip("needs --backend nvshmem")
     case = replace(SMALL, static=static, combine_weights=static, alignment=8 if static else 1)
     run_ranks(_in_place, nodes, ranks_per_node, case, 20 if backend != "host" else 3)
 
@@ -474,22 +497,27 @@ def _replays(rank, nodes, ranks_per_node, how, *sizes):
             schedule.check()
 
 
+# Low latency has one node, and a stream changes nothing between nodes.
+OF_NODES = [("hooks", False, 128), ("hooks", False, 1024), ("buffer", False, 128)]
+OF_ONE_NODE = [*OF_NODES, ("hooks", True, 128), ("events", True, 128), ("events", False, 1024)]
+
+
+def _replayed_on_cpu(how, low_latency, tokens, nodes, ranks_per_node):
+    """Events of whole calls: `test_calls_on_a_stream_of_their_own`."""
+    return (how, low_latency) in (("hooks", True), ("buffer", False)) and ranks_per_node == 2
+
+
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize(
-    ("how", "low_latency", "tokens"),
-    [("hooks", True, 128), ("hooks", False, 128), ("hooks", False, 1024)]
-    + [("events", True, 128), ("events", False, 1024), ("buffer", False, 128)],
+    "how, low_latency, tokens, nodes, ranks_per_node",
+    [
+        *combinations(OF_ONE_NODE, [(1, 2), (1, 4)], on_cpu=_replayed_on_cpu),
+        *combinations(OF_NODES, [(2, 2)], on_cpu=lambda *_: False),
+    ],
 )
 def test_a_graph_replays_halves_events_and_the_buffer(
-    run_ranks, backend, nodes, ranks_per_node, how, low_latency, tokens
+    run_ranks, backend, how, low_latency, tokens, nodes, ranks_per_node
 ):
     """Two layers in turn, captured once, are correct for other inputs. On the CPU the schedule runs without a graph."""
-    sizes = (low_latency, tokens, 1024, 64)
-    if nodes > 1 and (low_latency or how == "events"):
-        pytest.skip("low latency has one node, and a stream changes nothing between nodes")
-    if backend == "host":
-        if nodes * ranks_per_node > 2 or tokens > 128 or (how == "hooks" and not low_latency):
-            pytest.skip("needs --backend nvshmem")
-        sizes = (low_latency, 6, 40, 16)
+    sizes = (low_latency, tokens, 1024, 64) if backend != "host" else (low_latency, 6, 40, 16)
     run_ranks(_replays, nodes, ranks_per_node, how, *sizes)

@@ -114,14 +114,14 @@ def _check_compact(
     assert layer.dispatch_compact(torch.zeros(data.shape, dtype=torch.bfloat16, device=data.device), idx).scale is None
 
 
+@pytest.mark.plain  # the kernels of dispatch
 @pytest.mark.parametrize(
     "nodes, ranks_per_node, kind",
     [
-        (1, 2, KINDS[0]),
-        *(pytest.param(1, 2, kind, marks=pytest.mark.plain) for kind in KINDS[1:]),  # the same paths, other types
-        pytest.param(2, 1, KINDS[3], marks=pytest.mark.plain),
-        pytest.param(2, 2, KINDS[0], marks=pytest.mark.plain),
+        *((1, 2, kind) for kind in KINDS),
+        (2, 1, KINDS[3]),
         (2, 2, KINDS[2]),
+        pytest.param(2, 2, KINDS[0], marks=pytest.mark.on_gpus),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -217,7 +217,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(2, 1, marks=pytest.mark.on_gpus)])
 def test_mistakes(run_ranks, nodes, ranks_per_node):
     """Every rank raises if one got a wrong argument, and the layer stays usable."""
     run_ranks(_check_mistakes, nodes, ranks_per_node)
