@@ -466,7 +466,11 @@ INTEGRATIONS = {
 }
 
 
+OF_ONE_RANK = ("deep_ep", "hybrid_ep", "vllm")
+"""Sweeps of many calls, which all ranks exchange: with one rank they take a third of the time."""
+
+
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_wrong_arguments_are_named(run_ranks, integration):
     """Wrong arguments of integrations raise no errors other than EPError."""
-    run_ranks(INTEGRATIONS[integration], 1, 2)
+    run_ranks(INTEGRATIONS[integration], 1, 1 if integration in OF_ONE_RANK else 2)

@@ -1,7 +1,6 @@
 """HybridEPBuffer against an all-gather in plain torch, bit for bit."""
 
 import inspect
-import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -148,16 +147,22 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
     buffer.close()
 
 
+ON_GPUS = pytest.mark.on_gpus  # four ranks show no more than two do
+
+
 @pytest.mark.parametrize(
     "nodes, ranks_per_node, way",
-    [*((1, 2, way) for way in WAYS), (2, 1, WAYS[2]), *((1, 4, way) for way in WAYS), (2, 2, WAYS[1])],
+    [
+        *((1, 2, way) for way in WAYS),
+        (2, 1, WAYS[2]),
+        *(pytest.param(1, 4, way, marks=ON_GPUS) for way in WAYS),
+        pytest.param(2, 2, WAYS[1], marks=ON_GPUS),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 @pytest.mark.plain  # the kernels of the layer
-def test_rows_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node, way):
+def test_rows_are_those_of_an_all_gather(run_ranks, nodes, ranks_per_node, way):
     """Order, padding, probabilities, counts; combine, exact per (token, expert); with a handle; two live handles."""
-    if backend == "host" and nodes * ranks_per_node > 2:
-        pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
     run_ranks(_check_way, nodes, ranks_per_node, way)
 
 
@@ -202,11 +207,11 @@ def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
-def test_rows_by_rank_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node):
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node", [(1, 2), (2, 1), *(pytest.param(*ranks, marks=ON_GPUS) for ranks in ((1, 4), (2, 2)))]
+)
+def test_rows_by_rank_are_those_of_an_all_gather(run_ranks, nodes, ranks_per_node):
     """One row per (token, rank), by source rank and token, with its experts; combine; the same with a handle."""
-    if backend == "host" and nodes * ranks_per_node > 2:
-        pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
     run_ranks(_check_by_rank, nodes, ranks_per_node)
 
 
@@ -429,30 +434,31 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, device = nodes * ranks_per_node, current_heap().device
     generator = torch.Generator().manual_seed(rank)
     sizes_of_maps = ((0, 8, 2), (5, 4, 3), (300, 8, 2), (37, 256, 8), (9, 602, 32))
-    for (tokens, experts, topk), share in itertools.product(sizes_of_maps, (0.0, 0.02, 0.3, 1.0)):
-        routing_map = torch.rand(tokens, experts, generator=generator) < share
-        probs = torch.rand(tokens, experts, generator=generator)
-        ids, excess = reference.slots_of_map(routing_map, topk)
-        routed, given = routing_map.to(device), probs.to(device)
+    for tokens, experts, topk in sizes_of_maps:
         sizes = (max(tokens, 1), HIDDEN, topk, rank, experts, ranks_per_node, world_size)
         with EPAll2AllLayer(dist.group.WORLD, *sizes) as layer:
-            found = torch.zeros(1, dtype=torch.int32, device=device)
-            counted = _counted(layer.context, RoutingMap(routed, given, found))
-            assert counted.weights is not None
-            same(counted.entries[0], ids)
-            same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
-            same(found, excess)
-            # Without a counter, an expert too many marks the last slot, which is then reported and not kept.
-            counted = _counted(layer.context, RoutingMap(routed, None, None))
-            ids[routing_map.sum(1) > topk, -1] = -1
-            same(counted.entries[0], ids)
-            assert counted.weights is None
+            for share in (0.0, 0.02, 0.3, 1.0):
+                routing_map = torch.rand(tokens, experts, generator=generator) < share
+                probs = torch.rand(tokens, experts, generator=generator)
+                ids, excess = reference.slots_of_map(routing_map, topk)
+                routed, given = routing_map.to(device), probs.to(device)
+                found = torch.zeros(1, dtype=torch.int32, device=device)
+                counted = _counted(layer.context, RoutingMap(routed, given, found))
+                assert counted.weights is not None
+                same(counted.entries[0], ids)
+                same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
+                same(found, excess)
+                # Without a counter, an expert too many marks the last slot, which is then reported and not kept.
+                counted = _counted(layer.context, RoutingMap(routed, None, None))
+                ids[routing_map.sum(1) > topk, -1] = -1
+                same(counted.entries[0], ids)
+                assert counted.weights is None
 
 
 @pytest.mark.plain
 def test_counts_by_maps(run_ranks):
     """Ids and weights in the counts of a dispatch by map, and experts without a slot, against plain torch."""
-    run_ranks(_check_counts_by_map, 1, 2)
+    run_ranks(_check_counts_by_map, 1, 1)
 
 
 def test_ids_and_maps() -> None:
@@ -521,9 +527,8 @@ def _check_replay(rank: int, nodes: int, ranks_per_node: int) -> None:
     buffer.close()
 
 
+@pytest.mark.on_gpus  # CUDA graphs
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
-def test_graph_replays_with_other_routing(run_ranks, backend, nodes, ranks_per_node):
+def test_graph_replays_with_other_routing(run_ranks, nodes, ranks_per_node):
     """Non-blocking dispatch, dispatch with its handle and combine in one CUDA graph: always the all-gather's bits."""
-    if backend == "host":
-        pytest.skip("CUDA graphs need GPUs: --backend nvshmem")
     run_ranks(_check_replay, nodes, ranks_per_node)
