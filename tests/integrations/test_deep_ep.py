@@ -151,7 +151,9 @@ def _check_three_live(rank: int, nodes: int, ranks_per_node: int, asynchronous: 
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 4, True)])
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, asynchronous", [(1, 2, True), pytest.param(1, 4, True, marks=pytest.mark.on_gpus)]
+)
 def test_three_live_handles_equal_the_reference(run_ranks, nodes, ranks_per_node, asynchronous):
     """F0 F1 B0 F2 B1 B2: rows, ids, weights, counts, sums, rows with a handle; bit for bit; ranks without tokens."""
     run_ranks(_check_three_live, nodes, ranks_per_node, asynchronous)

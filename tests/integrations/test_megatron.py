@@ -133,7 +133,7 @@ def _check_one(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 1), pytest.param(2, 2, marks=pytest.mark.on_gpus)])
 def test_two_nodes_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node):
     """The same on two nodes, with async_finish, as Megatron calls it."""
     run_ranks(_check_one, nodes, ranks_per_node)
