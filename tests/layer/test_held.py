@@ -120,7 +120,7 @@ GROWING = {"plain": {}, "local": {"local_combine": True}, "mxfp8": {"payload": "
     "name, nodes, ranks_per_node",
     [
         ("plain", 1, 2),
-        ("plain", 2, 2),
+        pytest.param("plain", 2, 2, marks=PLAIN),
         *(pytest.param(name, *ranks, marks=PLAIN) for name in ("local", "mxfp8") for ranks in ((1, 2), (2, 1))),
         *(pytest.param(name, 1, 4, marks=ON_GPUS) for name in GROWING),
         *(pytest.param(name, 2, 2, marks=ON_GPUS) for name in ("local", "mxfp8")),

@@ -120,8 +120,8 @@ def _check_compact(
     [
         *((1, 2, kind) for kind in KINDS),
         (2, 1, KINDS[3]),
-        (2, 2, KINDS[2]),
-        pytest.param(2, 2, KINDS[0], marks=pytest.mark.on_gpus),
+        (2, 1, KINDS[2]),
+        *(pytest.param(2, 2, kind, marks=pytest.mark.on_gpus) for kind in (KINDS[0], KINDS[2])),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
