@@ -82,8 +82,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any, observed: 
 
 
 # What is kept depends on the capacity; the op saves it whatever the topology is.
-CASES = [(1, 1, None), (1, 2, None), (1, 2, 3.0), (1, 2, 128), (2, 1, 3.0)]
-ON_CPU = {False: [CASES[1], *CASES[3:]], True: [CASES[0], CASES[2]]}
+CASES = [(1, 1, None), (1, 2, None), (1, 1, 3.0), (1, 2, 3.0), (1, 2, 128), (2, 1, 3.0)]
+ON_CPU = {False: [CASES[0], *CASES[4:]], True: [CASES[0], CASES[2]]}
 
 
 @pytest.mark.plain

@@ -51,7 +51,7 @@ def _x(rank: int, tokens: int, step: int = 0) -> torch.Tensor:
 
 def _step(model: Any, parameters: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """The result, and the gradients of x and of all parameters."""
-    leaf = x.clone().requires_grad_()
+    leaf = x.detach().requires_grad_()
     out = model(leaf)
     return [out.detach(), *torch.autograd.grad(out.float().square().mean(), [leaf, *parameters])]
 
@@ -74,6 +74,8 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
     with torch._inductor.config.patch(compile_threads=1):  # ranks start no processes of their own
         for step, tokens in enumerate((TOKENS, 4)):
             x = _x(rank, tokens, step)
+            if INTERPRETING:
+                torch._dynamo.mark_dynamic(x, 0)  # compile once
             wanted = _step(model, model.parameters(), x)
             _same(_step(compiled, model.parameters(), x), wanted)
             for parameter, grad in zip(model.parameters(), wanted[2:], strict=True):

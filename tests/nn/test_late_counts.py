@@ -13,21 +13,26 @@ from triton_ep.errors import EPError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.nn.expert_block import ExpertBlock
+from triton_ep.runtime.launch import INTERPRETING
 
 HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 4, 4, 96
-# Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow.
+# Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow. The rows of an
+# expert are padded to 128, so only more tokens than that need more room.
 CALLS = {
-    "first": ((64, 60), ["read", "experts", "combine"]),
-    "alike": ((64, 60), ["experts", "read", "combine"]),
-    "fewer": ((64, 50), ["experts", "read", "combine"]),
-    "more": ((96, 63), ["experts", "read", "experts", "combine"]),
-    "refused": ((90, 60), []),
-    "after it": ((90, 60), ["experts", "read", "combine"]),
+    "first": ((64, 33), ["read", "experts", "combine"]),
+    "alike": ((64, 33), ["experts", "read", "combine"]),
+    "fewer": ((64, 32), ["experts", "read", "combine"]),
+    "more": ((96, 33), ["experts", "read", "experts", "combine"]),
+    "refused": ((90, 40), []),
+    "after it": ((90, 40), ["experts", "read", "combine"]),
     "none": ((0, 0), ["read", "experts", "combine"]),
     "some": ((3, 1), ["read", "experts", "combine"]),
 }
+# On CPUs rows of MXFP8 take all calls, rows of bf16 those that differ most.
+IN_BF16 = ("first", "more", "after it") if INTERPRETING else tuple(CALLS)
 # In training the host reads the counts first at every call; rows that were received before that may still not fit.
 IN_TRAINING = ("first", "more", "refused", "after it")
+IN_TRAINING_WITH_MXFP8 = ("first", "more") if INTERPRETING else IN_TRAINING
 
 
 @contextmanager
@@ -73,10 +78,12 @@ def _pass(moe: MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, t
     return found
 
 
-def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, training: bool) -> None:
+def _check(
+    rank: int, nodes: int, ranks_per_node: int, payload: str | None, training: bool, calls: tuple[str, ...]
+) -> None:
     device = current_heap().device
     exact, static = (_module(payload, capacity, ranks_per_node) for capacity in (None, 2 * MOST * TOPK))
-    for call, name in enumerate(IN_TRAINING if training else CALLS):
+    for call, name in enumerate(calls):
         tokens, wanted = CALLS[name]
         draw = torch.Generator().manual_seed(100 * call + rank)
         x = torch.randn(tokens[rank], HIDDEN, generator=draw).bfloat16().to(device)
@@ -99,18 +106,19 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None, trai
 
 @pytest.mark.plain
 @pytest.mark.parametrize(
-    "nodes, payload, training",
+    "nodes, payload, training, calls",
     [
-        pytest.param(1, None, False, id="bf16"),
-        pytest.param(1, "mxfp8", False, id="mxfp8", marks=pytest.mark.on_gpus),  # its rows come from other nodes, too
-        pytest.param(2, "mxfp8", False, id="2-nodes"),
-        pytest.param(1, None, True, id="bf16-training"),
-        pytest.param(1, "mxfp8", True, id="mxfp8-training"),
+        pytest.param(1, None, False, IN_BF16, id="bf16"),
+        # its rows come from other nodes, too
+        pytest.param(1, "mxfp8", False, tuple(CALLS), id="mxfp8", marks=pytest.mark.on_gpus),
+        pytest.param(2, "mxfp8", False, tuple(CALLS), id="2-nodes"),
+        pytest.param(1, None, True, IN_TRAINING, id="bf16-training"),
+        pytest.param(1, "mxfp8", True, IN_TRAINING_WITH_MXFP8, id="mxfp8-training"),
     ],
 )
 def test_experts_run_before_the_counts_are_read(
-    run_ranks: Callable[..., Any], nodes: int, payload: str | None, training: bool
+    run_ranks: Callable[..., Any], nodes: int, payload: str | None, training: bool, calls: tuple[str, ...]
 ) -> None:
     """Every bit is that of a module with a capacity; more rows than there is room for make the experts run again; a
     refused call raises on every rank, and the next one is right. In training the counts come first."""
-    run_ranks(_check, nodes, 2 // nodes, payload, training)
+    run_ranks(_check, nodes, 2 // nodes, payload, training, calls)
