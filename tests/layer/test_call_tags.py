@@ -19,7 +19,7 @@ from triton_ep import CallMismatch, EPAll2AllLayer, EPError, InputError, autogra
 from triton_ep.distributed import current_heap
 from triton_ep.errors import WaitTimeout
 
-PLAIN = pytest.mark.plain
+PLAIN, ON_GPUS = pytest.mark.plain, pytest.mark.on_gpus
 
 SMALL = Case("tags", tokens=(6, 9), hidden=32, topk=2, experts=2)
 MODES = {
@@ -138,9 +138,9 @@ def test_a_backward_combine_meets_a_forward_one(run_ranks, nodes, ranks_per_node
 @pytest.mark.parametrize(
     "nodes, ranks_per_node, others, local_combine",
     [
-        pytest.param(1, 4, (2,), True, marks=PLAIN),
-        (2, 2, (3,), False),
-        pytest.param(2, 2, (3,), True, marks=pytest.mark.on_gpus),
+        pytest.param(1, 4, (2,), True, marks=ON_GPUS),  # one node: the tests above
+        pytest.param(2, 2, (3,), False, marks=PLAIN),
+        pytest.param(2, 2, (3,), True, marks=ON_GPUS),
         pytest.param(2, 2, (0, 1), False, marks=PLAIN),
     ],
 )
@@ -337,8 +337,8 @@ def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
     "mode, nodes, ranks_per_node",
     [
         pytest.param("static", 2, 1, marks=PLAIN),
-        ("static_local", 1, 2),
-        pytest.param("static_local", 2, 1, marks=pytest.mark.on_gpus),
+        pytest.param("static_local", 1, 2, marks=PLAIN),
+        pytest.param("static_local", 2, 1, marks=ON_GPUS),
         ("low_latency", 1, 2),
     ],
 )

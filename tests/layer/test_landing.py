@@ -18,13 +18,16 @@ from triton_ep.reference import mxfp8 as mxfp8_reference
 CASES = (
     Case("exact", tokens=(7, 5), hidden=128, topk=3, experts=3, payload="mxfp8"),
     Case("static_aligned", tokens=(6, 0, 9), hidden=160, experts=2, static=True, alignment=128, payload="mxfp8"),
-    Case("local", tokens=(3, 20), hidden=160, topk=4, experts=4, local_combine=True, weights=False, payload="mxfp8"),
+    Case("local", tokens=(3, 9), hidden=160, topk=4, experts=4, local_combine=True, weights=False, payload="mxfp8"),
     Case("scatter", tokens=(4,), hidden=32, alignment=16, scatter=True, dtype=torch.float32, payload="mxfp8"),
     # A row of two tiles.
     Case("wide", tokens=(2, 3), hidden=8224, payload="mxfp8"),
     Case("all_dropped", tokens=(4, 3), hidden=32, routing="all_dropped", payload="mxfp8"),
 )
+LOCAL, WIDE = CASES[2], CASES[4]
 OVERFLOW = Case("overflow", tokens=(12, 9), hidden=64, topk=2, experts=2, static=True, alignment=4, payload="mxfp8")
+
+ON_GPUS = pytest.mark.on_gpus
 
 
 def mx_rows(rank: int, num_tokens: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +121,11 @@ def _check_landing(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "case"),
     [
-        *((1, 1, CASES[0]), *((1, 2, case) for case in CASES), (2, 1, CASES[2])),
-        pytest.param(2, 2, CASES[2], marks=pytest.mark.on_gpus),
+        *((1, 2, case) for case in CASES if case not in (LOCAL, WIDE)),
+        # One rank shows what a row of two tiles needs; two nodes show sums of a rank's rows.
+        (1, 1, WIDE),
+        (2, 1, LOCAL),
+        *(pytest.param(*at, marks=ON_GPUS) for at in ((1, 1, CASES[0]), (1, 2, WIDE), (1, 2, LOCAL), (2, 2, LOCAL))),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
