@@ -313,7 +313,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
 
     # One rank has more experts per token than ever before, one has more tokens; by rank as well as by expert.
     grown = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
-    for tokens, topk in (((4, 2), 1), ((4, 3), 3), ((2, 40), 2), ((90, 2), 4), ((3, 4), 1)):
+    for tokens, topk in (((4, 2), 1), ((4, 3), 3), ((2, 20), 2), ((40, 2), 4), ((3, 4), 1)):
         inputs = make_inputs(world_size, tokens=tokens, topk=topk, idle=())
         inputs[0].routing_map[:, 1:] &= topk != 3  # only the second rank
         ours = inputs[rank].to(device)
@@ -322,15 +322,15 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         arrived, *_ = grown.dispatch(ours.hidden, routing_map=ours.routing_map)
         goes = [i.routing_map.view(-1, world_size, EXPERTS)[:, rank].any(1) for i in inputs]
         assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
-    assert grown._sizes.agreed_topk == 4 and grown.layers.max_tokens >= 90
+    assert grown._sizes.agreed_topk == 4 and grown.layers.max_tokens >= 40
     grown.close()
     # Ranks pass different numbers, and one rank has more tokens than its own number.
-    uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(80, 4)[rank], topk=2)
-    inputs = make_inputs(world_size, tokens=(60, 9), topk=2, idle=())
+    uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(40, 4)[rank], topk=2)
+    inputs = make_inputs(world_size, tokens=(30, 9), topk=2, idle=())
     ours = inputs[rank].to(device)
     hidden, *_ = uneven.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map)
     same(hidden, reference.dispatch(inputs, rank, EXPERTS, 1)[0])
-    assert uneven.layers.max_tokens == 80 and not uneven.layers.pool.outgrown
+    assert uneven.layers.max_tokens == 40 and not uneven.layers.pool.outgrown
     uneven.close()
 
     # A number of experts other than the buffer's: a separate layer.
@@ -442,7 +442,7 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
     for tokens, experts, topk in sizes_of_maps:
         sizes = (max(tokens, 1), HIDDEN, topk, rank, experts, ranks_per_node, world_size)
         with EPAll2AllLayer(dist.group.WORLD, *sizes) as layer:
-            for share in (0.0, 0.02, 0.3, 1.0):
+            for share in (0.0, 0.02, 0.3, 1.0) if tokens else (1.0,):
                 routing_map = torch.rand(tokens, experts, generator=generator) < share
                 probs = torch.rand(tokens, experts, generator=generator)
                 ids, excess = reference.slots_of_map(routing_map, topk)
@@ -453,6 +453,8 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
                 same(counted.entries[0], ids)
                 same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
                 same(found, excess)
+                if share in (0.0, 0.02):
+                    continue  # hardly any token has an expert too many
                 # Without a counter, an expert too many marks the last slot, which is then reported and not kept.
                 counted = _counted(layer.context, RoutingMap(routed, None, None))
                 ids[routing_map.sum(1) > topk, -1] = -1

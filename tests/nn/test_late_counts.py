@@ -15,7 +15,7 @@ from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.nn.expert_block import ExpertBlock
 from triton_ep.runtime.launch import INTERPRETING
 
-HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 4, 4, 96
+HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 2, 2, 96
 # Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow. The rows of an
 # expert are padded to 128, so only more tokens than that need more room.
 CALLS = {
