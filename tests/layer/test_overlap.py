@@ -128,10 +128,10 @@ def _any_order(rank, nodes, ranks_per_node, case, steps):
         (LOW_LATENCY, 1, 2),
         (LOCAL, 2, 1),
         # The same protocols with other rows, or between more ranks.
-        pytest.param(LOCAL, 1, 2, marks=PLAIN),
         pytest.param(LOW_LATENCY_MX, 1, 2, marks=PLAIN),
         pytest.param(SMALL, 2, 1, marks=PLAIN),
         *(pytest.param(case, 2, 2, marks=ON_GPUS) for case in (SMALL, LOCAL)),
+        pytest.param(LOCAL, 1, 2, marks=ON_GPUS),
         *(pytest.param(case, 1, 4, marks=ON_GPUS) for case in (SMALL, LOCAL, LOW_LATENCY, LOW_LATENCY_MX)),
     ],
     ids=_id,
@@ -179,6 +179,7 @@ def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
         b.finish()
 
 
+@pytest.mark.plain  # orders of stores in halves: the tests above
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=ON_GPUS)])
 def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_node):
     """The decoder's schedule: every half of one layer runs between two halves of the other."""

@@ -68,7 +68,7 @@ def test_every_provider_in_one_run(run_ranks: Callable[..., Any], backend: str) 
     if backend != "host":
         pytest.skip("the providers of a CPU: on GPUs the benchmark itself runs")
     words = ["--payload", "bf16,mxfp8", "--backward", "--refresh-weights", "--capacity", "static"]
-    settings = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep")
+    settings = _settings(*words, "--experts", "2", "--provider", "triton_ep,nccl,gemm-only,deep_ep")
     found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
     ops = ["moe_layer_fwd", "moe_layer_step", "moe_layer_fwd_refresh", "moe_layer_step_refresh"]
     assert [row["op"] for row in found] == ops * 5

@@ -24,7 +24,7 @@ BACKEND = "aot_eager" if INTERPRETING else "inductor"
 RANKS = 1 if INTERPRETING else 2
 """The number of ranks affects neither the compiler, which takes seconds in each rank, nor checkpoints: 1 on the CPU."""
 HIDDEN, FFN, TOKENS = 64, 96, 6
-SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 8, "timeout_s": 60.0}
+SIZES: dict[str, Any] = {"num_experts": 2, "topk": 2, "max_tokens": 8, "timeout_s": 60.0}
 
 
 class _Model(torch.nn.Module):
