@@ -395,11 +395,13 @@ def _in_place(rank, nodes, ranks_per_node, case, calls):
 
 @pytest.mark.parametrize(
     "static, nodes, ranks_per_node",
-    combinations(
-        [False, True],
-        [(1, 2), (2, 1), (1, 4), (2, 2)],
-        on_cpu=lambda static, nodes, ranks_per_node: (nodes, ranks_per_node) == ((2, 1) if static else (1, 2)),
-    ),
+    [
+        (False, 1, 2),
+        pytest.param(True, 2, 1, marks=PLAIN),
+        pytest.param(True, 1, 2, marks=ON_GPUS),
+        pytest.param(False, 2, 1, marks=ON_GPUS),
+        *(pytest.param(static, *at, marks=ON_GPUS) for static in (False, True) for at in ((1, 4), (2, 2))),
+    ],
 )
 def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, static, nodes, ranks_per_node):
     """The same bits as with a copy, weighted or not, after earlier combines whose rows slow ranks still read."""
