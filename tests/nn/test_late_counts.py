@@ -17,7 +17,8 @@ from triton_ep.runtime.launch import INTERPRETING
 
 HIDDEN, FFN, EXPERTS, TOPK, MOST = 64, 32, 2, 2, 96
 # Tokens of both ranks, and what happens: all experts get all tokens, so that the numbers of rows follow. The rows of an
-# expert are padded to 128, so only more tokens than that need more room.
+# expert are padded to 128, so only more tokens than that need more room. A layer remembers numbers of rows by the bit
+# length of a rank's tokens, which the calls before "none" share.
 CALLS = {
     "first": ((64, 33), ["read", "experts", "combine"]),
     "alike": ((64, 33), ["experts", "read", "combine"]),
