@@ -9,6 +9,7 @@ import torch
 from tests.ops.grouped import Case, operands
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import (
+    arrivals,  # noqa: F401  registers its op
     experts,  # noqa: F401  registers its ops
     mxfp8,
 )
