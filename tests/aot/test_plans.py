@@ -136,13 +136,15 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     low_latency = nodes == 1
     with _noted() as found:
         buffer = Buffer(group, 1 << 24, size, low_latency_mode=low_latency)
-        for ids in (idx, idx.int()):
+        for ids in (idx.int(), idx):
             per_expert = buffer.get_dispatch_layout(ids, experts)[2]
             for rows in (x, *pairs):
-                for given in (None, weights):
+                # One node has every pair of ids and weights, on which no kernel between nodes depends.
+                for given in (None, weights) if nodes == 1 else (weights if ids is idx else None,):
                     routing = {"num_tokens_per_expert": per_expert, "topk_idx": ids, "topk_weights": given}
                     got = buffer.dispatch(rows, **routing)
-                buffer.dispatch(rows, handle=got[4])
+                if ids is idx:
+                    buffer.dispatch(rows, handle=got[4])
         received = buffer.dispatch(x, **routing)
         buffer.combine(received[0], received[4], received[2])
         buffer.combine(received[0], received[4], bias=(x, x))

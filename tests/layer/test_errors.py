@@ -72,7 +72,8 @@ def _bad_inputs(rank, nodes, ranks_per_node, names):
             if rank == 1:
                 args = BAD_INPUTS[name][0](*args)
             caught.append(_caught(lambda args=args: layer.dispatch(*args), InputError, PeerFailed))
-            combine_and_check(layer, dispatch_and_check(layer, CASE, call))
+            if call % 3 == 0:  # the others are followed by a mistake, which is reported as well
+                combine_and_check(layer, dispatch_and_check(layer, CASE, call))
     return caught
 
 
@@ -172,7 +173,8 @@ def _bad_ids(rank, nodes, ranks_per_node, values):
             if rank == 1:
                 idx[3, 1] = value
             caught.append(_caught(lambda given=(x, idx, weights): layer.dispatch(*given), InputError))
-            combine_and_check(layer, dispatch_and_check(layer, CASE, call))
+            if call % 4 == 0:  # the others are followed by a mistake, which is reported as well
+                combine_and_check(layer, dispatch_and_check(layer, CASE, call))
     return caught
 
 
@@ -180,7 +182,7 @@ def _bad_ids(rank, nodes, ranks_per_node, values):
     "nodes, ranks_per_node, values",
     [
         pytest.param(1, 2, list(BAD_IDS), marks=pytest.mark.plain, id="1-2"),
-        pytest.param(2, 2, [-2], id="2-2"),
+        pytest.param(2, 2, [-2], marks=pytest.mark.plain, id="2-2"),
     ],
 )
 def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, values):
@@ -230,7 +232,7 @@ def _bad_scatter(rank, nodes, ranks_per_node):
 
 
 @pytest.mark.plain  # every rank hears of them like of illegal ids
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(2, 2, marks=pytest.mark.on_gpus)])
 def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node):
     """A position out of range, or used twice, is detected before anything is sent."""
     for caught in run_ranks(_bad_scatter, nodes, ranks_per_node):
@@ -303,10 +305,10 @@ def _combine_mistakes(rank, nodes, ranks_per_node):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])  # before anything is sent
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=pytest.mark.on_gpus)])
 def test_combine_refuses_what_does_not_fit(run_ranks, nodes, ranks_per_node):
     """Shapes, dtypes, foreign and stale descriptors, finalized layers; finalize is idempotent."""
-    assert run_ranks(_combine_mistakes, nodes, ranks_per_node) == [9] * 4
+    assert run_ranks(_combine_mistakes, nodes, ranks_per_node) == [9] * (nodes * ranks_per_node)
 
 
 BAD_CONFIGS = {
@@ -379,9 +381,14 @@ def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks
         assert "no room for" in grown
 
 
-def _ends_on_cpu(nodes: int, ranks_per_node: int, where: str) -> bool:
+def _late_on_cpu(nodes: int, ranks_per_node: int, where: str) -> bool:
     """Several nodes only for combine, in which a rank waits for some of the others."""
-    return nodes == 1 or where == "combine"
+    return nodes * ranks_per_node == 2 and (nodes == 1 or where == "combine")
+
+
+def _killed_on_cpu(nodes: int, ranks_per_node: int, where: str) -> bool:
+    """Combine on two nodes, where some ranks need nothing from the dead one."""
+    return (where == "combine") == (nodes == 2)
 
 
 def _late(rank, nodes, ranks_per_node, where):
@@ -417,7 +424,8 @@ def _late(rank, nodes, ranks_per_node, where):
 
 @pytest.mark.plain
 @pytest.mark.parametrize(
-    "nodes, ranks_per_node, where", combinations([(1, 2), (2, 2)], ["dispatch", "combine"], on_cpu=_ends_on_cpu)
+    "nodes, ranks_per_node, where",
+    combinations([(1, 2), (2, 1), (2, 2)], ["dispatch", "combine"], on_cpu=_late_on_cpu),
 )
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Every waiting rank raises WaitTimeout; in combine, only ranks that wait for the late rank's rows name it."""
@@ -453,7 +461,7 @@ def _killed(rank, nodes, ranks_per_node, where):
 
 @pytest.mark.plain
 @pytest.mark.parametrize(
-    "nodes, ranks_per_node, where", combinations([(1, 2), (2, 2)], ["dispatch", "combine"], on_cpu=_ends_on_cpu)
+    "nodes, ranks_per_node, where", combinations([(1, 2), (2, 2)], ["dispatch", "combine"], on_cpu=_killed_on_cpu)
 )
 def test_a_killed_rank_is_named(run_ranks, nodes, ranks_per_node, where):
     """No rank waits forever for a dead process."""

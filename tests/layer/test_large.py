@@ -110,12 +110,12 @@ def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_co
 # --- ranks that are done early ---------------------------------------------------------------------------------
 
 
-def _done_early(rank, nodes, ranks_per_node, tokens, hidden, experts):
+def _done_early(rank, nodes, ranks_per_node, tokens, hidden, experts, calls):
     """Ranks with an odd number have no tokens, so they pull nothing while they still sum rows for the others."""
     world, device = nodes * ranks_per_node, current_heap().device
     options = {"num_sm": 20, "enable_local_combine": True, "shared_staging": True}
     with _layer(rank, nodes, ranks_per_node, tokens, hidden, experts * world, **options) as layer:
-        for call in range(6):
+        for call in range(calls):
             count = 0 if rank % 2 else tokens - 3 * rank
             token = torch.arange(count, device=device).unsqueeze(1)
             # Other integers in each call, of which eight sum exactly.
@@ -130,7 +130,7 @@ def _done_early(rank, nodes, ranks_per_node, tokens, hidden, experts):
 @pytest.mark.parametrize("nodes, ranks_per_node", combinations(TOPOLOGIES, on_cpu=_two_ranks))
 def test_ranks_without_tokens_sum_rows_for_the_others(run_ranks, backend, nodes, ranks_per_node):
     """On GPUs, sums are pulled while later ones are computed, on every rank at its own time."""
-    sizes = (4096, 2048, 16) if backend != "host" else (20, 64, 8)
+    sizes = (4096, 2048, 16, 6) if backend != "host" else (20, 64, 8, 3)
     run_ranks(_done_early, nodes, ranks_per_node, *sizes)
 
 
@@ -197,8 +197,8 @@ def _random_calls(rank, nodes, ranks_per_node, calls, case, most):
 
 
 def _random_on_cpu(nodes: int, ranks_per_node: int, local_combine: bool) -> bool:
-    """A few calls of four ranks; test_life.py has more calls of two."""
-    return nodes * ranks_per_node == 4 and local_combine == (nodes == 1)
+    """A few calls of four ranks on two nodes; test_life.py has more calls of two."""
+    return (nodes, ranks_per_node) == (2, 2) and not local_combine
 
 
 @pytest.mark.plain
@@ -208,7 +208,7 @@ def _random_on_cpu(nodes: int, ranks_per_node: int, local_combine: bool) -> bool
 )
 def test_two_thousand_random_calls(run_ranks, backend, nodes, ranks_per_node, local_combine):
     """Random token counts, routings and weights, up to five live descriptors combined in random order."""
-    calls, most = (1000, 64) if backend != "host" else (4, 20)  # with and without local combine
+    calls, most = (1000, 64) if backend != "host" else (4, 20)
     case = Case("many", hidden=64, topk=4, experts=4, local_combine=local_combine)
     run_ranks(_random_calls, nodes, ranks_per_node, calls, case, most)
 

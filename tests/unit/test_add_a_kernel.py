@@ -22,9 +22,8 @@ print("\\n".join(one.text() for one in declared_variants() if one.kernel == "sca
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with the files of the page."""
     folder = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("__pycache__", "cubins")
     for name in ("triton_ep", "kernels", "aot", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("cubins"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = dict(_FILE.findall(PAGE.read_text()))
     assert [name.split("/")[0] for name in files] == ["kernels", "triton_ep", "tests"]

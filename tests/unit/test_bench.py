@@ -167,7 +167,7 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
     rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
     sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
     words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--csv", str(path)]
-    found = run_ranks(_measure, 1, 2, _settings("dispatch", *sweep, *words))[0]
+    found = run_ranks(_measure, 1, 2, _settings("dispatch", *sweep, *words, last=["--iters", "1"]))[0]
     assert _read(path)[1:] == found
     found = [row for row in found if row["op"] == "dispatch"]
     modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
@@ -226,7 +226,7 @@ def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Setti
     ("words", "modes"),
     [
         ("dispatch --num-sm 2,3", ["exact-sm2-unpermuted", ""]),
-        ("roundtrip --capacity static", ["nosync-sm20-unpermuted"] * 3),
+        pytest.param("roundtrip --capacity static", ["nosync-sm20-unpermuted"] * 3, marks=pytest.mark.on_gpus),
         (
             "roundtrip --hidden 128 --payload mxfp8 --capacity static",
             ["nosync-sm20-unpermuted-quantised-before-fp8"] * 3,

@@ -218,7 +218,7 @@ import json, sys
 from triton_ep.aot import compile, manifest
 
 wanted = manifest.read_manifest(manifest.default_manifest())
-found = (one for one in wanted if one.kernel == "combine_partial_kernel" and one.calls_nvshmem)
+found = (one for one in wanted if one.kernel == "internode_send_kernel" and one.calls_nvshmem)
 request = next(found).as_dict()
 for path in sys.argv[1:]:
     compile.start()

@@ -190,7 +190,6 @@ def test_public_names_are_there() -> None:
         "cli.demo_moe",
         "context.context",
         "distributed",
-        "layer",
         "ops",
         "pipeline",
         "testing",
