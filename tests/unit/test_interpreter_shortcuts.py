@@ -1,6 +1,7 @@
 """The interpreter's shortcuts give the stock interpreter's results, for every operator and pair of operand kinds."""
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -83,7 +84,13 @@ def _outcome(result: Any) -> Any:
     return str(result.type), str(result.handle.dtype), tuple(result.shape), data.shape, data.dtype.str, bits
 
 
-def _kinds() -> Iterator[tuple[Any, Any]]:
+@cache
+def _kinds() -> list[tuple[Any, Any]]:
+    """All pairs of operands. No operation changes its operands, so all tests share them."""
+    return list(_made_kinds())
+
+
+def _made_kinds() -> Iterator[tuple[Any, Any]]:
     """Every dtype with every dtype and constant, on either side; shapes in turn, all pairs of shapes for two dtypes."""
     pairs = product(range(len(DTYPES)), repeat=2)
     for number, (left, right) in enumerate(pairs):
