@@ -21,13 +21,13 @@ ON_CPU = {
         *("topk8_64_experts", "all_dropped", "zero_tokens_on_a_rank", "scatter_given"),
     },
     (2, 2): {
-        *("plain", "skewed", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "many_tokens"),
+        *("plain", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "many_tokens"),
     },
     (1, 1): {
         *("plain", "hidden_wide", "zero_tokens_everywhere", "all_dropped", "scatter_given", "local_combine_weighted"),
         *("static_aligned_local", "mxfp8", "mxfp8_quantised_fp32"),
     },
-    (1, 4): {"skewed", "static_aligned_local", "mxfp8_quantised_fp32"},
+    (1, 4): {"skewed", "static_aligned_local"},
     (4, 1): {"skewed", "local_combine_weighted"},
 }
 # Chaos mode: one case for each code path of rows, flags and sums.
@@ -78,7 +78,7 @@ def test_other_numbers_of_ranks(run_ranks, backend, nodes, ranks_per_node, case)
     "nodes, ranks_per_node, name",
     [
         *(pytest.param(*given, marks=pytest.mark.on_gpus) for given in ((1, 8, "skewed"), (2, 4, "local_combine"))),
-        (4, 2, "skewed"),  # not as many nodes as ranks of a node
+        (4, 2, "plain"),  # not as many nodes as ranks of a node
     ],
 )
 def test_eight_ranks(run_ranks, backend, nodes, ranks_per_node, name):

@@ -234,7 +234,7 @@ def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Setti
         ("low-latency --hidden 128 --payload bf16,mxfp8", ["ll-slabs", "ll-slabs-fp8"]),
         ("dispatch --payload mxfp8", [""]),
         ("beside-gemm", ["exact-sm20-unpermuted"] * 2),
-        ("host", ["exact-sm20-unpermuted"] * 2),
+        pytest.param("host", ["exact-sm20-unpermuted"] * 2, marks=pytest.mark.on_gpus),
     ],
 )
 def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes: list[str]) -> None:
