@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 
 
-def combinations(*axes: Sequence[Any], on_cpu: Callable[..., bool]) -> list[Any]:
+def combinations(
+    *axes: Sequence[Any], on_cpu: Callable[..., bool], in_chaos: Callable[..., bool] | None = None
+) -> list[Any]:
     """Arguments of `parametrize` for every combination of the axes; a tuple on an axis is several parameters.
 
-    Combinations for which `on_cpu(*parameters)` is false get the mark `on_gpus`.
+    Combinations for which `on_cpu(*parameters)` is false get the mark `on_gpus`, those for which `in_chaos` is false
+    the mark `plain`; without `in_chaos` none does.
     """
     found = []
     for values in itertools.product(*axes):
         flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         names = [str(getattr(part, "name", part)) for part in flat]
-        marks = () if on_cpu(*flat) else (pytest.mark.on_gpus,)
+        marks = [] if on_cpu(*flat) else [pytest.mark.on_gpus]
+        if in_chaos is not None and not in_chaos(*flat):
+            marks.append(pytest.mark.plain)
         found.append(pytest.param(*flat, marks=marks, id="-".join(names)))
     return found

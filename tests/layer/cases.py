@@ -8,11 +8,8 @@ every case runs on several.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -102,16 +99,6 @@ CASES = (
     Case("mxfp8_quantised_fp32", payload="mxfp8", quantised_input=True, hidden=160, dtype=torch.float32),
     Case("many_tokens", tokens=(70, 33, 65, 50), topk=2, experts=4, hidden=32, calls=1),
 )
-
-
-def plain_unless(in_chaos: Callable[..., bool], params: Iterable[Any]) -> list[Any]:
-    """Arguments of `parametrize` from `combinations`, with the mark `plain` unless `in_chaos(*parameters)` is true."""
-    return [
-        param
-        if in_chaos(*param.values)
-        else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.plain])
-        for param in params
-    ]
 
 
 def workloads(case: Case, world_size: int, call: int) -> list[Workload]:
@@ -351,7 +338,6 @@ __all__ = [
     "dispatch_and_check",
     "expert_outputs",
     "make_layer",
-    "plain_unless",
     "start_combine",
     "start_dispatch",
 ]

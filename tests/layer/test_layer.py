@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.combinations import combinations
-from tests.layer.cases import CASES, Case, check_case, plain_unless
+from tests.layer.cases import CASES, Case, check_case
 
 TOPOLOGIES = ((1, 2), (2, 1), (2, 2))
 OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos mode would find nothing that it does not find in the three above
@@ -56,7 +56,7 @@ def _in_chaos(nodes: int, ranks_per_node: int, case: Case) -> bool:
 
 
 @pytest.mark.parametrize(
-    "nodes, ranks_per_node, case", plain_unless(_in_chaos, combinations(TOPOLOGIES, CASES, on_cpu=_on_cpu))
+    "nodes, ranks_per_node, case", combinations(TOPOLOGIES, CASES, on_cpu=_on_cpu, in_chaos=_in_chaos)
 )
 def test_dispatch_and_combine_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
     """Every assignment arrives in its row bit for bit; combine is within one rounding of the exact sum."""
