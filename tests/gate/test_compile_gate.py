@@ -294,7 +294,7 @@ def without_hints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
     for file, kernel, _ in HINTS:
         root = tmp_path_factory.mktemp("without")
         for folder in ("triton_ep", "kernels", "aot"):
-            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("cubins"))
+            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
         path = root / "kernels" / file
         mutation = _DropHints()
         path.write_text(ast.unparse(mutation.visit(ast.parse(path.read_text()))))

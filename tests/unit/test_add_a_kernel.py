@@ -23,7 +23,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with the files of the page."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("triton_ep", "kernels", "aot", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("cubins"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = dict(_FILE.findall(PAGE.read_text()))
     assert [name.split("/")[0] for name in files] == ["kernels", "triton_ep", "tests"]
