@@ -60,11 +60,11 @@ class OwnRows(NamedTuple):
 
 class ArrivedRows(NamedTuple):
     """Staging rows of some ranks of a node that arrived between two waits, in tiles of rows: item i is tile
-    i // num_ranks of the rank that comes i % num_ranks after the first, if that tile arrived.
+    i // ranks of the rank that comes i % ranks after the first, if that tile arrived.
 
     Attributes:
         first, end: range of items; `end` is excluded.
-        first_rank, num_ranks: these ranks, by their numbers within the node, modulo the ranks per node.
+        first_rank, ranks: these ranks, by their numbers within the node, modulo the ranks per node.
         starts: first staging row of each rank of the node, as `_each` holds them.
         befores, ends: staging rows of each rank before the first that arrived, and past the last one, likewise.
     """
@@ -72,7 +72,7 @@ class ArrivedRows(NamedTuple):
     first: Any
     end: Any
     first_rank: Any
-    num_ranks: Any
+    ranks: Any
     starts: Any
     befores: Any
     ends: Any
@@ -207,22 +207,22 @@ def arrived_rows(job, sources, done, ready, own_done, ROWS: tl.constexpr, LWP: t
     own_done: those of this rank are left out, because they have been laid out (`own_rows`)."""
     source = tl.arange(0, done.shape[0])
     taken = is_local(job, source) & ((source != local_rank(job)) | (own_done == 0))
-    num_ranks = tl.maximum(job.ranks_per_node - own_done, 1)
+    ranks = tl.maximum(job.ranks_per_node - own_done, 1)
     end = tl.max(tl.where(taken, ready, 0))
     # No minimum of this and `end`: Triton 3.7 would then move rows 8 bytes at a time.
-    first = tl.min(tl.where(taken, done, _NO_TILES)) * num_ranks
+    first = tl.min(tl.where(taken, done, _NO_TILES)) * ranks
     befores = sources.starts + done * ROWS
     ends = sources.starts + tl.minimum(ready * ROWS, sources.counts)
     each = _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP)
-    return ArrivedRows(first, end * num_ranks, local_rank(job) + own_done, num_ranks, each[0], each[1], each[2])
+    return ArrivedRows(first, end * ranks, local_rank(job) + own_done, ranks, each[0], each[1], each[2])
 
 
 @triton.jit
 def place_of(job, arrived, item, ROWS: tl.constexpr, LWP: tl.constexpr):
     """First staging row of an item, or of a block [n] of items, and the end of the rows that arrived; 0 if these had
     arrived before."""
-    rank = (arrived.first_rank + item % arrived.num_ranks) % job.ranks_per_node
-    row = _one(arrived.starts, rank, LWP) + item // arrived.num_ranks * ROWS
+    rank = (arrived.first_rank + item % arrived.ranks) % job.ranks_per_node
+    row = _one(arrived.starts, rank, LWP) + item // arrived.ranks * ROWS
     return row, tl.where(row >= _one(arrived.befores, rank, LWP), _one(arrived.ends, rank, LWP), 0)
 
 

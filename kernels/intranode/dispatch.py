@@ -308,9 +308,10 @@ def _zero_padding(
     zeros = tl.zeros([tile.ROWS, tile.BLOCK_H], out.recv_x_ptr.dtype.element_ty)
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     num_recv_ptr = num_recv_of(job, placement_ptr)
-    shares = tl.maximum(tl.num_programs(0) // job.experts_per_rank, 1)
-    for item in range(tl.program_id(0), job.experts_per_rank * shares, tl.num_programs(0)):
-        expert, share = item % job.experts_per_rank, item // job.experts_per_rank
+    experts = job.experts_per_rank
+    shares = tl.maximum(tl.num_programs(0) // experts, 1)
+    for item in range(tl.program_id(0), experts * shares, tl.num_programs(0)):
+        expert, share = item % experts, item // experts
         begin = tl.load(expert_offsets_ptr + expert) + tl.load(num_recv_ptr + expert)
         end = tl.load(expert_offsets_ptr + expert + 1)
         for first in range(begin + share * tile.ROWS, end, shares * tile.ROWS):

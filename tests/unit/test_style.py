@@ -16,6 +16,8 @@ OTHER_FILES = [path for path in PRODUCT if path not in KERNEL_FILES]
 MAX_OF_KERNELS = 10
 MAX_LINES = 800
 MAX_PARAMETERS = 10
+LAYOUT_VALUES = re.compile(r"\b(state_ptr|tables_ptr|num_ranks|ranks_per_node|experts_per_rank)\b")
+MOST_LAYOUT_VALUES = 100
 # By class and function: public signatures whose arguments are options with defaults.
 LONG_SIGNATURES = {
     # Given by the specification, or by the convention of torch modules, whose options are constructor arguments.
@@ -150,6 +152,12 @@ def _many_parameters(body: list[ast.stmt], prefix: str = "", most: int = MAX_PAR
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             if len([a for a in arguments if a.arg not in ("self", "cls")]) > most:
                 yield f"{prefix}{node.name}"
+
+
+def test_kernels_take_the_layout_from_the_job() -> None:
+    """Kernels read the values of the layout through functions of the job; copies of them grow back by and by."""
+    count = sum(len(LAYOUT_VALUES.findall(path.read_text())) for path in KERNEL_FILES)
+    assert count <= MOST_LAYOUT_VALUES
 
 
 def test_functions_have_few_parameters() -> None:
