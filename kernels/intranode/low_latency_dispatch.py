@@ -81,7 +81,7 @@ from ..spec import ep_kernel
 
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
-_REST = tl.constexpr(64)
+_REST = tl.constexpr(32)
 _NOTED = tl.constexpr(256)
 _BYTES_PER_SCALE_WORD = tl.constexpr(128)  # a byte of scales per 32 bytes of data
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)

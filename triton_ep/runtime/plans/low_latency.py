@@ -30,7 +30,8 @@ def dispatch(
     x_words, row_words: words of a row that is sent and received; slabs: a slab per expert; columns: with slabs, scales
     are columns.
     """
-    pushed = _columns(s, x_words, 4096 if payload == QUANTISE else 512)
+    quantised = payload == QUANTISE
+    pushed = _columns(s, x_words, 2048 if quantised else 512)
     constexprs = {
         "PAYLOAD": payload,
         "PUSH_TILES": pushed["TILES"],
@@ -46,7 +47,14 @@ def dispatch(
         **_columns(s, row_words, 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_dispatch_kernel", constexprs)
+    # With fewer registers twice as many workers fit. Rows that are not quantised gain nothing from that.
+    return Plan("low_latency_dispatch_kernel", constexprs, maxnreg=_registers(s) if quantised else None)
+
+
+def _registers(s: Shape) -> int:
+    """Registers of a thread: as few as hold what it knows of all ranks, so that many workers fit."""
+    ranks = next_power_of_2(s.world_size)
+    return 64 if ranks <= 4 else 80 if ranks <= 8 else 128
 
 
 def _share(columns: int) -> int:
@@ -80,7 +88,7 @@ def combine(s: Shape, weights: int) -> Plan:
         **_columns(s, s.hidden, 8192 if s.interpreted else 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_combine_kernel", constexprs, maxnreg=64 if ranks <= 4 else 80 if ranks <= 8 else 128)
+    return Plan("low_latency_combine_kernel", constexprs, maxnreg=_registers(s))
 
 
 def combining_items(tiles: Mapping[str, int], arrival_rows: int, tokens: int) -> tuple[int, int]:
