@@ -53,7 +53,6 @@ from ..device.tables import (
     OWNER,
     PARTS,
     PULL_PARTIAL,
-    PULL_RANK,
     PULL_ROW,
     STAGE_ROW,
     Entries,
@@ -202,7 +201,7 @@ def _store_packed(
     entry,  # [T, KP] offsets into a [T, K] table
     owner,
     arrival,
-    sum_row,  # rows of sums in this rank's combine buffer, with one node
+    sum_row,  # rows of sums in this rank's combine buffer
     here,
     mask,
 ):
@@ -213,11 +212,7 @@ def _store_packed(
     addrs += arrival.to(tl.int64) * arrivals.row_bytes
     pushed = here & ((owner != job.rank) | (arrivals.in_place == 0))
     tl.store(arrivals.push_addrs_ptr + at, tl.where(pushed, addrs, 0), mask=mask)
-    pull_rank_ptr = entry_field(entries, PULL_RANK)
-    many = has_other_nodes(job)
-    tl.store(pull_rank_ptr + at, tl.where(here, tl.where(many, owner, job.rank), -1), mask=mask)
-    pull_row_ptr = entry_field(entries, PULL_ROW)
-    tl.store(pull_row_ptr + at, tl.where(here, tl.where(many, arrival, sum_row), -1), mask=mask)
+    tl.store(entry_field(entries, PULL_ROW) + at, tl.where(here, sum_row, -1), mask=mask)
 
 
 class Scatter(NamedTuple):
@@ -316,7 +311,6 @@ def routing_slots_kernel(
     if arrivals.in_place != 0:
         tl.store(arrivals.tokens_ptr + slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
     stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
-    sum_row = slot + tl.load(sums_from_of(job, placement_ptr) + owner, mask=first, other=0)
     stage_row = tl.where(first, stage_row, -1)
 
     slot = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
@@ -346,6 +340,8 @@ def routing_slots_kernel(
         weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
     push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
     fits = here & (stage_row < arrivals.stage_capacity)
+    # Of [N, LW] numbers, those of my node have the place of the owner's rank.
+    sum_row = stage_row + tl.load(sums_from_of(job, placement_ptr) + owner, mask=here, other=0)
     _store_packed(job, arrivals, entries, offs, owner, stage_row, sum_row, fits, mask)
     _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes)
 

@@ -1,4 +1,4 @@
-"""Pull and sum the rows that the ranks of this node, or this rank alone, hold for a token."""
+"""Sum the rows of a token: sums in the memory of this rank, or rows that the ranks of this node have staged."""
 
 from typing import Any, NamedTuple
 
@@ -32,11 +32,11 @@ def compact_position(here):
 
 
 class Held(NamedTuple):
-    """Where the ranks of this node hold the rows of tokens.
+    """Where the rows of tokens are.
 
     Attributes:
-        rank_ptrs: [ROWS] pointers to K int32 ranks.
-        row_ptrs: [ROWS] pointers to K int32 rows in the combine buffers of these ranks, -1 = none.
+        rank_ptrs: [ROWS] pointers to K int32 ranks; read unless rows are REDUCED.
+        row_ptrs: [ROWS] pointers to K int32 rows in the combine buffers of these ranks, or of this rank, -1 = none.
         TOPK: K.
     """
 
@@ -52,9 +52,8 @@ class PulledRows(NamedTuple):
         hidden: elements of a row.
         row_capacity: rows of a combine buffer.
         HAS_WEIGHTS: multiply rows by their weights.
-        REDUCED: rows were reduced, in steps, and a token's rows are listed without gaps. Otherwise rows were staged:
-            indexed by output row.
-        HERE: all rows are in the combine buffer of this rank; ranks are not read.
+        REDUCED: rows were reduced, in steps, into the combine buffer of this rank; a token's rows are listed without
+            gaps. Otherwise each rank staged its rows, indexed by output row.
         PARTIAL_DTYPE: dtype of partial sums that cross nodes.
     """
 
@@ -62,7 +61,6 @@ class PulledRows(NamedTuple):
     row_capacity: Any
     HAS_WEIGHTS: tl.constexpr
     REDUCED: tl.constexpr
-    HERE: tl.constexpr
     PARTIAL_DTYPE: tl.constexpr
 
 
@@ -74,10 +72,10 @@ class Bases(NamedTuple):
 
 
 @triton.jit
-def bases_of(job, HERE: tl.constexpr, LWP: tl.constexpr):
-    """The `Bases` of this node, or with HERE of this rank."""
-    local = tl.arange(0, 1 if HERE else LWP)
-    ranks = (job.rank if HERE else first_local(job)) + local
+def bases_of(job, REDUCED: tl.constexpr, LWP: tl.constexpr):
+    """The `Bases` of this node, or for REDUCED rows of this rank."""
+    local = tl.arange(0, 1 if REDUCED else LWP)
+    ranks = (job.rank if REDUCED else first_local(job)) + local
     rows = tl.load(table_ptrs(job, COMBINE_X, ranks), mask=is_local(job, local), other=0)
     return Bases(rows, tl.load(table_ptrs(job, COMBINE_WEIGHT, ranks), mask=is_local(job, local), other=0))
 
@@ -122,7 +120,7 @@ def _entry(job, rows, alive, held, k):
     """
     number = tl.load(held.row_ptrs + k, mask=alive, other=-1)
     number = tl.where(number < rows.row_capacity, number, -1)
-    if rows.HERE:
+    if rows.REDUCED:
         return tl.zeros(number.shape, tl.int32), number
     peer = tl.load(held.rank_ptrs + k, mask=alive, other=-1)
     return peer - first_local(job), tl.where(on_my_node(job, peer), number, -1)
@@ -171,7 +169,7 @@ def pull_sum(
     LWP: tl.constexpr,
     tile,  # SumTile
 ):
-    """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
+    """Add to `acc`, in k order, the rows of each token from the ranks of this node."""
     TOPK: tl.constexpr = held.TOPK
     AT_ONCE: tl.constexpr = tile.AT_ONCE
     MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, LWP, AT_ONCE, tile.STAGES)

@@ -1,8 +1,9 @@
 """Staged rows of a combine: publish and wait for how many steps each rank of the node has staged, and in which combine.
 
-A combine stages its rows in steps, STEPS per call. Each step has some rows of every source; with several nodes, all
-rows of other nodes' tokens come first. The flags count these steps since the layer was created, with the tag of the
-combine in the low bits (device/calls.py): after step 2 of the fourth combine the flag is (3 * 8 + 2) << TAG_BITS | tag.
+A combine stages its rows in steps, STEPS per call. Each step has some rows of every source; with several nodes, the
+first half of the steps has those of other nodes' tokens, the second half those of this node's. The flags count these
+steps since the layer was created, with the tag of the combine in the low bits (device/calls.py): after step 2 of the
+fourth combine the flag is (3 * 8 + 2) << TAG_BITS | tag.
 """
 
 from typing import Any, NamedTuple
@@ -141,6 +142,7 @@ def staged_steps(job):
 
 
 @triton.jit
-def staged_part(rows, step):
-    """How many of a source's `rows` rows are staged after `step` of STEPS steps."""
-    return rows * parts_staged(step) // PARTS
+def staged_part(job, rows, mine, step):
+    """How many of a source's `rows` rows are staged after `step` of STEPS steps; mine: the source is on this node."""
+    of_half = tl.where(mine, tl.maximum(2 * step - STEPS, 0), tl.minimum(2 * step, STEPS))
+    return rows * parts_staged(tl.where(has_other_nodes(job), of_half, step)) // PARTS

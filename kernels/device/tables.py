@@ -3,17 +3,16 @@ triton_ep/context/records.py the rows of the report. codes.py has the numbers of
 
 Letters: W ranks, LW per node, N nodes, E experts, e per rank, T tokens of this rank, K top-k, C columns, Q chunks.
 
-`entries` [F, T, K] int32, F = 7, or 8 with several nodes. Fields of every (token, k):
+`entries` [F, T, K] int32, F = 6, or 7 with several nodes. Fields of every (token, k):
     KEPT        expert id, -1 = dropped
     OWNER       rank that owns the expert, -1 = dropped
     DST_ROW     row of the assignment in its owner's output, -1 = dropped
     STAGE_ROW   staging row of the token at that rank, -1 = not the first k that goes there
     NODE_SLOT   slot among this rank's tokens for that node, -1 = not the first k that goes there
-Fields that list, without gaps and in the order of k, where combine finds the sums of a token, one from each rank of
+A field that lists, without gaps and in the order of k, where combine finds the sums of a token, one from each rank of
 this node that it goes to:
-    PULL_RANK   with one node this rank, with several the rank that sums; then -1
-    PULL_ROW    row in the combine buffer of PULL_RANK: with several nodes the staging row there; then -1
-and, with several nodes, the other nodes that it goes to:
+    PULL_ROW    row of the sum in the combine buffer of this rank; then -1
+and, with several nodes, one that lists the other nodes that it goes to:
     PULL_PARTIAL  slot among my tokens for that node, times N, plus the node; then -1
 
 `chunks` int32: counts [Q, C] per chunk of tokens, after the scan an exclusive prefix over the chunks;
@@ -35,22 +34,26 @@ each node.
     step_tokens       [64, N] likewise the earlier tokens that go to each node; written with several nodes
     bases             [2 * E + W] per expert, the first row of my entries in its owner's output; per expert, its first
                       position in a sort of my entries; per rank, the first staging row of my tokens
-    sums              [2 * W] with one node: per rank, the first row in my combine buffer of its sums of my tokens; per
-                      rank, the first row in its combine buffer of my sums of its tokens
+    sums              [N, LW] for the tokens of my counterpart of each node (of my node: my tokens) that go to each rank
+                      of my node: the row of a sum in my combine buffer, less the token's staging row at that rank; then
+                      [W] for the tokens of each rank that go here: the row of a sum at the rank of my node that adds it
+                      up (`adder_of`), less the staging row here
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
               rank 1 to experts 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, and for expert 3 from
               rank 0. In its first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130),
               rank 1 has
-                  entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 1,
-                                  PULL_ROW 1 0
+                  entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_ROW 1 0
                   report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
                   expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
-                  sums            0 1, then 1 1
+                  sums            -1 -1, then 1 -1
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
+Sums          A combine buffer holds the sums of the tokens of one rank of each node, node after node: of my tokens, and
+              of those that my counterparts send here. Each node has as many rows as its rank can need (`rows_of_node`);
+              in these come the sums of the first rank of my node, then those of the next one, in the order of tokens.
 Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
               chunks a dispatch of 8 steps sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with the bounds 0, 16,
               40, 58, 64, sends 32, 48, 36, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
@@ -63,14 +66,13 @@ import triton
 import triton.language as tl
 
 from . import codes
-from .job import num_experts, num_nodes
+from .job import first_local, num_experts, num_nodes
 
 KEPT = tl.constexpr(codes.ENTRY_KEPT)
 OWNER = tl.constexpr(codes.ENTRY_OWNER)
 DST_ROW = tl.constexpr(codes.ENTRY_DST_ROW)
 STAGE_ROW = tl.constexpr(codes.ENTRY_STAGE_ROW)
 NODE_SLOT = tl.constexpr(codes.ENTRY_NODE_SLOT)
-PULL_RANK = tl.constexpr(codes.ENTRY_PULL_RANK)
 PULL_ROW = tl.constexpr(codes.ENTRY_PULL_ROW)
 PULL_PARTIAL = tl.constexpr(codes.ENTRY_PULL_PARTIAL)
 
@@ -283,14 +285,26 @@ def stage_bases_of(job, placement_ptr):
 
 
 @triton.jit
+def rows_of_node(job, TOPK):
+    """Rows in a combine buffer for the sums of the tokens of one rank; triton_ep/context/layout.py has the same."""
+    return tl.minimum(job.ranks_per_node, TOPK) * job.max_tokens
+
+
+@triton.jit
+def adder_of(job, source):
+    """The rank of my node that adds up the sums of the tokens of ranks `source`: the one with the same local rank."""
+    return first_local(job) + source % job.ranks_per_node
+
+
+@triton.jit
 def sums_from_of(job, placement_ptr):
-    """Pointer to sums [2 * W], and so to its first part [W]: per rank, the first row here of its sums of my tokens."""
+    """Pointer to sums [N * LW + W], and so to its first part [N, LW]: from staging rows to rows of sums here."""
     return bases_of(job, placement_ptr) + _fours(2 * num_experts(job) + job.num_ranks)
 
 
 @triton.jit
 def sums_to_of(job, placement_ptr):
-    """Pointer to the second part of sums [W]: per rank, the first row there of my sums of its tokens."""
+    """Pointer to the second part of sums [W]: from staging rows here to rows of sums at the ranks that add them."""
     return sums_from_of(job, placement_ptr) + job.num_ranks
 
 

@@ -2,8 +2,8 @@
 
 Protocol      1 wait until the ranks of this node have staged their rows (intranode/combine.py, step 3)
               (reduced rows: the first half of the steps, which has all rows of other nodes' tokens)
-              2 for the tokens that my counterpart of another node sent here: sum in float32, in k order,
-              the rows that the ranks of this node hold, CHUNK tokens at a time, into partial_send
+              2 for the tokens that my counterpart of another node sent here: sum in float32, in k order, their rows,
+              which the ranks of this node hold, or if reduced this rank, CHUNK tokens at a time, into partial_send
               3 put the chunk into partial_recv of that counterpart, with its flag = epoch above the tag of the combine;
               the counterpart adds the partial sums to its own (intranode/combine.py, step 4). The first chunk is always
               sent, to carry the tag; if ranks of this node are in different combines, the tag is MIXED_TAG
@@ -55,7 +55,7 @@ def combine_partial_kernel(
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         stride = partial_stride(rows.hidden)
         offs = tl.arange(0, tile.BLOCK_H)
-        bases = bases_of(job, rows.HERE, staged.LWP)
+        bases = bases_of(job, rows.REDUCED, staged.LWP)
         send_ptr = own_buffer(job, PARTIAL_SEND, rows.PARTIAL_DTYPE)
         row_bytes = tl.cast(stride, tl.int64) * (rows.PARTIAL_DTYPE.primitive_bitwidth // 8)
         num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, network.CHUNK)

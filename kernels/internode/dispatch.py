@@ -36,9 +36,9 @@ from ..device.buffers import (
     address_of,
     own_buffer,
 )
-from ..device.groups import my_first
+from ..device.groups import my_first, pick
 from ..device.host_read import is_held
-from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node, state_at
+from ..device.job import Job, first_local, is_local, my_node, num_nodes, on_my_node, other_node, state_at
 from ..device.payload import (
     WORDS,
     Choices,
@@ -62,6 +62,7 @@ from ..device.tables import (
     node_token_of,
     part_begin,
     part_of_step,
+    sums_from_of,
     tokens_from_node_of,
     tokens_per_node_of,
 )
@@ -114,15 +115,18 @@ class Chunks(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """Tables from which combine pulls the rows of forwarded tokens.
+    """Tables from which combine sums the rows of forwarded tokens.
 
     Attributes:
-        forward_ptr: [2, N, max_tokens, K] int32: ranks, and rows there.
+        forward_ptr: [2, N, max_tokens, K] int32: ranks, and rows there; of reduced rows the ranks that sum, and rows of
+            their sums in this rank's combine buffer.
         num_entries: int64, entries of each of the two tables.
+        sums_from: [LWP] for one node, from staging rows at each rank of this node to these rows (device/tables.py).
     """
 
     forward_ptr: Any
     num_entries: Any
+    sums_from: Any
 
 
 @triton.jit
@@ -261,6 +265,7 @@ def _rows_before(
 
 @triton.jit
 def _note_pulls(
+    job,
     pulls,
     row,
     owner,
@@ -271,11 +276,14 @@ def _note_pulls(
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """Store for combine where the rows of forwarded tokens are: [n, KP] ranks, and rows there."""
+    """Store for combine where the rows of forwarded tokens will be: [n, KP] ranks, and rows."""
     if REDUCED:
         at = row[:, None] * TOPK + compact_position(here)
         tl.store(pulls.forward_ptr + at, tl.where(here, owner, -1), mask=mask)
-        tl.store(pulls.forward_ptr + pulls.num_entries + at, tl.where(here, arrival, -1), mask=mask)
+        sum_row = arrival
+        for local in tl.static_range(pulls.sums_from.shape[0]):
+            sum_row += tl.where(owner == first_local(job) + local, pick(pulls.sums_from, local), 0)
+        tl.store(pulls.forward_ptr + pulls.num_entries + at, tl.where(here, sum_row, -1), mask=mask)
     else:
         at = row[:, None] * TOPK + tl.arange(0, here.shape[1])[None, :]
         tl.store(pulls.forward_ptr + at, owner, mask=mask)
@@ -341,7 +349,7 @@ def _forward_rows(
     here = (arrival >= 0) & on_my_node(job, owner)
     push_meta(job, weights, owner, dst_row, arrival, here, rows.HAS_WEIGHTS, choices.KP)
     here &= arrival < rows.stage_capacity
-    _note_pulls(pulls, row, owner, arrival, dst_row, here, mask, REDUCED, choices.TOPK)
+    _note_pulls(job, pulls, row, owner, arrival, dst_row, here, mask, REDUCED, choices.TOPK)
     MOST: tl.constexpr = choices.TOPK if choices.TOPK < LWP else LWP
     _push_rows(job, messages, row, alive, owner, arrival, here, rows, MOST, BLOCK_H)
 
@@ -350,9 +358,9 @@ def _forward_rows(
 def internode_forward_kernel(
     rows: ForwardedRows,
     placement_ptr,  # device/tables.py
-    forward_ptr,  # out [2, N, max_tokens, K] int32, rows that combine pulls for forwarded tokens: ranks, and rows there
+    forward_ptr,  # out [2, N, max_tokens, K] int32, rows that combine sums for forwarded tokens (`Pulls`)
     job: Job,
-    REDUCED: tl.constexpr,  # combine pulls staging rows: without gaps, then -1; else output rows, in k order
+    REDUCED: tl.constexpr,  # combine adds sums: without gaps, then -1; else output rows, in k order
     choices: Choices,
     senders: Senders,
     chunks: Chunks,
@@ -365,7 +373,8 @@ def internode_forward_kernel(
     wire = wire_of(rows.row_words, WORD, WORDS)
     messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, choices.KP)
     nodes = num_nodes(job)
-    pulls = Pulls(forward_ptr, tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK)
+    num_entries = tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK
+    local = tl.arange(0, senders.LWP)
     one = tl.arange(0, 1)
     # After an expired wait the rows are incomplete: raise no flags, so that the receivers report it as well.
     arrived = tl.load(state_at(job, STATUS)) == 0
@@ -373,6 +382,8 @@ def internode_forward_kernel(
         # The previous node sends to this one first (`other_node`), then the node before it, and so on.
         node = (my_node(job) - index + nodes) % nodes
         tokens = tl.load(tokens_from_node_of(job, placement_ptr) + node)
+        sums_from_ptrs = sums_from_of(job, placement_ptr) + node * job.ranks_per_node + local
+        pulls = Pulls(forward_ptr, num_entries, tl.load(sums_from_ptrs, mask=is_local(job, local), other=0))
         flags_ptr = own_buffer(job, NET_FLAG, tl.int64) + node * chunks.MAX_CHUNKS
         num_chunks = tl.cdiv(tokens, chunks.CHUNK)
         num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)

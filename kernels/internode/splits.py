@@ -37,7 +37,17 @@ from ..compute.routing import Counting, count_chunk
 from ..device.buffers import EPOCH_DISPATCH, PROGRAMS_COUNTED, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.host_read import HostRead, must_hold, tell_host
-from ..device.job import Job, is_local_expert, is_rank, local_rank, my_node, node_of, state_at
+from ..device.job import (
+    Job,
+    first_local,
+    is_local_expert,
+    is_rank,
+    local_rank,
+    my_node,
+    node_of,
+    on_my_node,
+    state_at,
+)
 from ..device.payload import Packing, pack_rows
 from ..device.post import Row, post_to_all
 from ..device.tables import (
@@ -53,6 +63,7 @@ from ..device.tables import (
     REPORT_TOKENS,
     TAIL_WORDS,
     Entries,
+    adder_of,
     bases_of,
     chunk_bad_ptrs,
     expert_offsets_of,
@@ -66,6 +77,7 @@ from ..device.tables import (
     report_ptrs,
     row_length_of,
     row_of,
+    rows_of_node,
     sort_bases_of,
     stage_bases_of,
     sums_from_of,
@@ -178,11 +190,12 @@ def _report(
     placement_ptr,
     owner,  # [OWNERS] ranks
     rows,  # [OWNERS] their output rows
-    earlier_tokens,  # my tokens for earlier ranks
+    earlier_tokens,  # [WP] tokens of each rank for earlier ranks of this node
+    TOPK: tl.constexpr,
     WP: tl.constexpr,
 ):
-    """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns my tokens for
-    these ranks, and [WP] tokens of each rank for those of them that come before this rank."""
+    """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns [WP] tokens of
+    each rank for those of these ranks that are on this node."""
     row_length = row_length_of(job)
     source = tl.arange(0, WP)
     is_owner = is_rank(job, owner)
@@ -191,13 +204,19 @@ def _report(
     tokens = tl.load(tokens_ptrs, mask=mask, other=0)  # [source, owner]
     before_me = tl.sum(tl.where((source < job.rank)[:, None], tokens, 0), axis=0)
     tl.store(stage_bases_of(job, placement_ptr) + owner, before_me, mask=is_owner)
-    mine = tl.sum(tl.where((source == job.rank)[:, None], tokens, 0), axis=0)
-    sums_from = earlier_tokens + tl.cumsum(mine, axis=0) - mine
-    tl.store(sums_from_of(job, placement_ptr) + owner, sums_from, mask=is_owner)
     here = tl.sum(tl.where((owner == job.rank)[None, :], tokens, 0), axis=1)  # [source]
     first = tl.cumsum(here, axis=0) - here
     is_mine = tl.sum((owner == job.rank).to(tl.int32)) > 0
     from_source = is_rank(job, source) & is_mine
+    # Where the sums of a source's tokens lie at the rank that adds them, less where the tokens are staged.
+    of_node = tl.where(on_my_node(job, owner)[None, :], tokens, 0)
+    shift = tl.cumsum(of_node, axis=1) - of_node - (tl.cumsum(tokens, axis=0) - tokens)
+    shift += (node_of(job, source) * rows_of_node(job, TOPK) + earlier_tokens)[:, None]
+    sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
+    tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=from_source)
+    at = (node_of(job, source) * job.ranks_per_node)[:, None] + (owner - first_local(job))[None, :]
+    added_here = is_rank(job, source) & (adder_of(job, source) == job.rank)
+    tl.store(sums_from_of(job, placement_ptr) + at, shift, mask=added_here[:, None] & on_my_node(job, owner)[None, :])
     tl.store(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), first, mask=from_source)
     tl.store(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), here, mask=from_source)
 
@@ -213,7 +232,7 @@ def _report(
     from_there = tl.load(from_ptrs, mask=is_counterpart, other=0)
     tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
     tl.store(tokens_from_node_ptr + node_of(job, owner), from_there, mask=is_counterpart)
-    return tl.sum(mine), tl.sum(tl.where((owner < job.rank)[None, :], tokens, 0), axis=1)
+    return tl.sum(of_node, axis=1)
 
 
 @triton.jit
@@ -223,12 +242,13 @@ def _place_segments(
     placement_ptr,
     first_owner,
     earlier,  # my entries for the experts of the ranks before `first_owner`
-    earlier_tokens,  # my tokens for these ranks
+    earlier_tokens,  # [WP] tokens of each rank for those of these ranks that are on this node
     segments,
+    TOPK: tl.constexpr,
     sizes,
 ):
-    """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns my entries and my
-    tokens for these ranks, and [WP] tokens of each rank for those of them that come before this rank."""
+    """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns my entries for these
+    ranks, and [WP] tokens of each rank for those of them that are on this node."""
     source = tl.arange(0, sizes.WP)
     owner = first_owner + tl.arange(0, sizes.OWNERS)
     local = tl.arange(0, sizes.EP)
@@ -263,8 +283,8 @@ def _place_segments(
         overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    tokens, before_me_there = _report(job, splits_ptr, placement_ptr, owner, rows, earlier_tokens, sizes.WP)
-    return tl.sum(of_owner), tokens, before_me_there
+    tokens = _report(job, splits_ptr, placement_ptr, owner, rows, earlier_tokens, TOPK, sizes.WP)
+    return tl.sum(of_owner), tokens
 
 
 class Call(NamedTuple):
@@ -377,16 +397,13 @@ def splits_kernel(
         word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
         words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
         earlier = tl.zeros([], tl.int32)
-        earlier_tokens = tl.zeros([], tl.int32)
-        sums_to = tl.zeros([sizes.WP], tl.int32)
+        earlier_tokens = tl.zeros([sizes.WP], tl.int32)
         for first_owner in range(0, job.num_ranks, sizes.OWNERS):
-            entries_there, tokens_there, before_there = _place_segments(
-                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_tokens, segments, sizes
+            entries_there, tokens_there = _place_segments(
+                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_tokens, segments, entries.TOPK, sizes
             )
             earlier += entries_there
             earlier_tokens += tokens_there
-            sums_to += before_there
-        tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=is_rank(job, source))
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
         # Other threads read the reports just stored.

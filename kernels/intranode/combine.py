@@ -1,28 +1,28 @@
 """Intra-node combine: publish expert outputs, then bring together and sum the rows of each token.
 
-Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag). With one node
-              whose dispatches stage rows in the same memory, a kernel before reduce sets entered_flag at every rank and
-              waits until all have: until no rank reads rows of a dispatch any more
+Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag). If dispatches
+              stage rows in the same memory, a kernel before reduce sets entered_flag at every rank of the node and
+              waits until all have: until no rank of the node reads rows of a dispatch any more
               2 stage: copy the expert rows to combine_x; or reduce: write per staging row the sum of the
-              token's rows on this rank, so that one row per (token, rank) crosses the link: with one node to combine_x
-              of the token's rank, with several to combine_x of this rank. The reduce goes in steps. Each step has some
-              rows of every source, one tile of each in turn, beginning with another source on each rank; with several
-              nodes, rows of other nodes come first, then rows of this one. (OF_SLOTS: each expert row is one value, and
-              the value of each slot gets its own column)
+              token's rows on this rank, so that one row per (token, rank) crosses the link, to combine_x of the rank of
+              this node that adds it up: the token's rank, or for a token of another node the counterpart of that rank.
+              The reduce goes in steps. Each step has some rows of every source, one tile of each in turn, beginning
+              with another source on each rank; with several nodes, rows of other nodes come first, then rows of this
+              one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next
-              tokens need them (with several nodes for all, and for the partial sums that other nodes send of these
-              tokens: internode/combine.py). Then start from the token's biases or zero, add its rows in k order, in
-              float32, and round once
+              tokens need them, and with several nodes for the partial sums that other nodes send of these tokens
+              (internode/combine.py). Then start from the token's biases or zero, add its rows in k order, in float32,
+              and round once
               5 the last program of the pull, with several nodes of pull and partial, posts done_flag = epoch to every
               rank (device/staging.py)
-Layout        combine_x [capacity, H]: by output row (stage); by staging row (reduce with several nodes); by the rank
-              that sums, then by token (reduce with one node: sums_from, sums_to in device/tables.py); combine_weight
-              [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
-              the layer was created, STEPS per combine, above the tag.
+Layout        combine_x [capacity, H]: by output row (stage); by the token's node, then by the rank that sums, then by
+              token (reduce: `sums` in device/tables.py); combine_weight [capacity] float32, read by the pull if
+              HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since the layer was created, STEPS per combine,
+              above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. Rows that 4 copies ahead are of the step
               that it has waited for: no loop over tiles goes on into the next step. 5 comes after all pulls and
               partial sums of its rank: the program that posts has acquired the arrival of the others. So no rank stores
@@ -86,13 +86,13 @@ from ..device.tables import (
     OWNER,
     PARTS,
     PULL_PARTIAL,
-    PULL_RANK,
     PULL_ROW,
     REPORT_ARRIVALS,
     REPORT_ARRIVALS_HERE,
     REPORT_FIRST_ARRIVAL,
     STEPS,
     Entries,
+    adder_of,
     entry_field,
     num_rows_of,
     part_begin,
@@ -193,12 +193,12 @@ def combine_free_kernel(job: Job, WP: tl.constexpr):
 
 @ep_kernel(num_warps=1)
 def combine_enter_kernel(job: Job, LWP: tl.constexpr):
-    # A barrier of the one node, but for the epoch: that of this combine.
+    # A barrier of this node, but for the epoch: that of this combine.
     epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
     post_flag(job, epoch, ENTERED_FLAG, True, P2P, LWP)
     peers = tl.arange(0, LWP)
-    flag_ptrs = own_buffer(job, ENTERED_FLAG, tl.int64) + peers
-    wait_flags(job, flag_ptrs, is_rank(job, peers), epoch, WAIT_COMBINE_ENTERED)
+    flag_ptrs = own_buffer(job, ENTERED_FLAG, tl.int64) + first_local(job) + peers
+    wait_flags(job, flag_ptrs, is_local(job, peers), epoch, WAIT_COMBINE_ENTERED, first_local(job))
 
 
 @ep_kernel(num_warps=1)
@@ -340,31 +340,25 @@ def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
     ones, and the ends."""
     first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=is_rank(job, source), other=0)
     count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), mask=is_rank(job, source), other=0)
-    # Some rows of every source, so that all ranks can begin to pull. With several nodes two steps: rows whose sums
-    # cross the network come first (internode/combine.py).
-    many = has_other_nodes(job)
-    mine = on_my_node(job, source) == (step > 0)
-    begin = first + tl.where(many, 0, staged_part(count, step))
-    end = first + tl.where(many, tl.where(mine, count, 0), staged_part(count, reached))
-    return begin, tl.minimum(end, num_rows)
+    # Some rows of every source, so that all ranks can begin to pull; with several nodes, rows whose sums cross the
+    # network come first (internode/combine.py).
+    mine = on_my_node(job, source)
+    end = first + staged_part(job, count, mine, reached)
+    return first + staged_part(job, count, mine, step), tl.minimum(end, num_rows)
 
 
 @triton.jit
 def _sums_of(job, placement_ptr, source, row_bytes):
-    """Addresses int64 of where the sums of staging row 0 of a block of sources would be: with one node in combine_x of
-    the source, from the first of my sums there on, with several in combine_x of this rank."""
-    many = has_other_nodes(job)
-    here = is_rank(job, source)
-    address = address_of(job, COMBINE_X, tl.where(many | (here == 0), job.rank, source))
-    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=here, other=0)
-    start = tl.load(sums_to_of(job, placement_ptr) + source, mask=here, other=0)
-    return address + tl.where(many, 0, start - first).to(tl.int64) * row_bytes
+    """Addresses int64 of where the sums of staging row 0 of a block of sources would be, in combine_x of the ranks that
+    add them up."""
+    shift = tl.load(sums_to_of(job, placement_ptr) + source, mask=is_rank(job, source), other=0)
+    return address_of(job, COMBINE_X, adder_of(job, source)) + shift.to(tl.int64) * row_bytes
 
 
 @triton.jit
 def _sources_of_step(job, step):
     """The first source of a step and the number of its sources, which follow each other modulo the ranks."""
-    others = has_other_nodes(job) & (step == 0)
+    others = has_other_nodes(job) & (step < STEPS // 2)
     first = first_local(job) + tl.where(others, job.ranks_per_node, 0)
     return first, tl.where(others, job.num_ranks - job.ranks_per_node, job.ranks_per_node)
 
@@ -399,7 +393,7 @@ def combine_reduce_kernel(
     combine: Combine,
     job: Job,
     hidden,
-    num_steps,  # divides STEPS; with several nodes 2
+    num_steps,  # divides STEPS; with several nodes even
     WP: tl.constexpr,
     stagers: Stagers,
     tile: SumTile,
@@ -477,7 +471,7 @@ def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
     needed = tl.load(step_rows_ptr + part * job.ranks_per_node + local, mask=mask, other=0)
     needed += in_all * (part // PARTS)
     steps = tl.arange(0, STEPS)[None, :]
-    short = staged_part(in_all[:, None], steps) < needed[:, None]
+    short = staged_part(job, in_all[:, None], is_local(job, local)[:, None], steps) < needed[:, None]
     return tl.max(tl.sum(short.to(tl.int32), axis=1))
 
 
@@ -538,11 +532,11 @@ def combine_pull_kernel(
     tile: SumTile,
 ):
     ELEMENT: tl.constexpr = sums.out_ptr.dtype.element_ty
-    rank_ptr = entry_field(entries, PULL_RANK if rows.REDUCED else OWNER)
+    rank_ptr = entry_field(entries, OWNER)
     row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
     num_chunks = tl.cdiv(entries.num_tokens, turns.BLOCK_T)
-    bases = bases_of(job, rows.HERE, staged.LWP)
+    bases = bases_of(job, rows.REDUCED, staged.LWP)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
     ready = tl.load(state_at(job, STATUS)) == 0
@@ -551,7 +545,7 @@ def combine_pull_kernel(
         reached = step + STEPS // turns.num_steps
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
-            if rows.REDUCED and NNP == 1:  # with several nodes, rows of my node's tokens are reduced last
+            if rows.REDUCED:
                 steps = _steps_needed(job, combine.placement_ptr, parts_staged(reached), staged.LWP)
                 # Hear every rank by the last turn, even one without rows for this rank: its tag must be compared.
                 steps = tl.maximum(steps, (turn + 1) // turns.num_steps)

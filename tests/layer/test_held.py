@@ -16,7 +16,7 @@ from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_
 from tests.layer.test_autograd import _check_gradients
 from triton_ep import ConfigError
 from triton_ep.context.context import DispatchCombineContext
-from triton_ep.context.layout import Sizes
+from triton_ep.context.layout import Sizes, rows_of_sums
 from triton_ep.context.memory import SymmetricBuffers
 from triton_ep.context.records import Report, read_reports
 from triton_ep.distributed import current_heap
@@ -109,8 +109,9 @@ def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> 
 
 
 def _shrunk(sizes: Sizes, rows: int) -> Sizes:
-    """Sizes with less room than there is memory, as if the layer had been created for fewer rows."""
-    return Sizes(sizes.config, rows, rows)
+    """Sizes with less room than there is memory, as if the layer had been created for fewer rows; room for sums does
+    not depend on how many rows arrive."""
+    return Sizes(sizes.config, rows, max(rows, rows_of_sums(sizes.config)))
 
 
 GROWING = {"plain": {}, "local": {"local_combine": True}, "mxfp8": {"payload": "mxfp8", "alignment": 16}}

@@ -28,7 +28,6 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
             codes.ENTRY_DST_ROW: [1, 1],
             codes.ENTRY_STAGE_ROW: [2, 1],
             codes.ENTRY_NODE_SLOT: [0, 1],
-            codes.ENTRY_PULL_RANK: [1, 1],
             codes.ENTRY_PULL_ROW: [1, 0],
         }
         assert [desc.entries[field].flatten().tolist() for field in fields] == list(fields.values())
@@ -39,7 +38,7 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert parts == {
             "row": [0, 1, 1, 0, 1, 1, 2, 0, 2, 0, 0, word],
             "bases": [1, 1, 1, 3, 0, 0, 1, 2, 1, 2],
-            "sums": [0, 1, 1, 1],
+            "sums": [-1, -1, 1, -1],
         }
         bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # one tile each
         assert desc.tiles.tolist()[:3] == [[2, 3, 0, 0], [0, 0, 2, bands[0]], [1, 2, 1, bands[1]]]

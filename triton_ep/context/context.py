@@ -238,7 +238,7 @@ class DispatchCombineContext:
             HeapError: on all ranks, if one has no room.
         """
         worst = self.config.world_size * self.config.max_tokens
-        summed = layout.rows_of_sums(self.config) or worst
+        summed = layout.rows_of_sums(self.config)
         if self.sizes.arrival_rows < worst or self.sizes.output_rows < summed:
             self._meet()
             self.grow(worst, summed)

@@ -212,8 +212,8 @@ BUFFERS: tuple[Buffer, ...] = (
         "dispatch_output_buf",
         lambda s: (s.output_rows, s.config.hidden),
         _token,
-        "combine stage of this rank; combine reduce of this rank, with one node of every rank",
-        "combine pull and partial of the ranks of this node; with one node, sums only of this rank",
+        "combine stage of this rank; combine reduce of the ranks of this node",
+        "combine pull and partial of the ranks of this node; sums only of this rank",
         _DONE,
         grows="output",
     ),
@@ -361,7 +361,7 @@ BUFFERS: tuple[Buffer, ...] = (
         "entered_flag",
         _world,
         _fixed(torch.int64),
-        "combine enter of the ranks of the one node",
+        "combine enter of the ranks of this node",
         "combine enter",
         _EPOCH,
     ),
@@ -369,11 +369,9 @@ BUFFERS: tuple[Buffer, ...] = (
 
 
 def rows_of_sums(config: EPConfig) -> int:
-    """Rows of a combine buffer for the sums of a rank's tokens: with one node, one per token and rank that it goes to.
-
-    With several nodes 0: each rank keeps its sums, one per staging row, until they are read.
-    """
-    return min(config.topk, config.world_size) * config.max_tokens if config.is_intra_node else 0
+    """Rows of a combine buffer for sums: of the tokens of one rank of each node, one per rank of this node that a token
+    goes to."""
+    return config.num_nodes * min(config.topk, config.local_world_size) * config.max_tokens
 
 
 def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
@@ -399,7 +397,7 @@ def sizes_of(config: EPConfig, arrival_rows: int, output_rows: int) -> Sizes:
     """Sizes with room for these staging rows and output rows, and for the rows that combine reads."""
     summed = rows_of_sums(config)
     if config.enable_local_combine:
-        return Sizes(config, arrival_rows, summed or arrival_rows)
+        return Sizes(config, arrival_rows, summed)
     return Sizes(config, arrival_rows, max(output_rows, summed))
 
 

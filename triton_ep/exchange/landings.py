@@ -80,18 +80,6 @@ class Landing(ABC, Generic[Received]):
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
 
 
-def _rows_of_sums(config: EPConfig, staged: int) -> int:
-    """Rows for which combine buffers must grow if `staged` staging rows are summed: with one node they have room for
-    all sums from the start (`context.layout.rows_of_sums`); with several each rank keeps a sum per staging row."""
-    return 0 if config.is_intra_node else staged
-
-
-def _limits_of_sums(sizes: Sizes) -> tuple[int, int]:
-    """`Landing.limits` where combine reads sums."""
-    staged = sizes.arrival_rows
-    return staged if sizes.config.is_intra_node else min(staged, sizes.output_rows), NO_LIMIT
-
-
 @dataclass(slots=True)
 class ExpertMajor(Landing[dispatch_ops.Received]):
     """A row per (token, expert), sorted by expert, source rank, token, k.
@@ -112,16 +100,14 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         return report.rows
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine reads sums if rows are summed first, else one row per output row."""
+        """Combine buffers have room for all sums from the start; without local combine they hold the output rows."""
         staged = max(report.arrivals for report in reports)
         rows = max(report.rows for report in reports)
-        return staged, _rows_of_sums(config, staged) if config.enable_local_combine else rows
+        return staged, 0 if config.enable_local_combine else rows
 
     def limits(self, sizes: Sizes) -> tuple[int, int]:
         """As `room`."""
-        if sizes.config.enable_local_combine:
-            return _limits_of_sums(sizes)
-        return sizes.arrival_rows, sizes.output_rows
+        return sizes.arrival_rows, NO_LIMIT if sizes.config.enable_local_combine else sizes.output_rows
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
@@ -201,13 +187,12 @@ class Deduplicated(Landing[compact_ops.Compact]):
         return report.arrivals
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine reads sums."""
-        staged = max(report.arrivals for report in reports)
-        return staged, _rows_of_sums(config, staged)
+        """Combine buffers have room for all sums from the start (`context.layout.rows_of_sums`)."""
+        return max(report.arrivals for report in reports), 0
 
     def limits(self, sizes: Sizes) -> tuple[int, int]:
         """As `room`."""
-        return _limits_of_sums(sizes)
+        return sizes.arrival_rows, NO_LIMIT
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool

@@ -176,7 +176,9 @@ def _grids(
     publishing, pulling, overlapped = programs
     # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
     turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
-    return publishing, pulling, turns if ctx.config.is_intra_node else 2, turns, overlapped
+    # With several nodes, the first half of the steps has the rows whose sums cross the network.
+    num_steps = turns if ctx.config.is_intra_node else max(turns, 2)
+    return publishing, pulling, num_steps, turns, overlapped
 
 
 def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Launcher:
@@ -238,7 +240,7 @@ def _publish(
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         ctx.calls.end_loan(False)
-        if ctx.config.shared_staging and ctx.config.is_intra_node:
+        if ctx.config.shared_staging:
             # Sums go to memory where ranks may still read rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
         side = ctx.fork() if aside else None
@@ -249,7 +251,7 @@ def _publish(
             copy_rows_ptr=copy_rows,
             placement_ptr=desc.placement,
             hidden=fmt.hidden,
-            row_capacity=copy_rows.shape[0] if ctx.config.is_intra_node else ctx.sizes.output_rows,
+            row_capacity=copy_rows.shape[0],
             num_steps=plan.num_steps,
             call=plan.call,
             stream=side,

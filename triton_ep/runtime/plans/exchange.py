@@ -260,7 +260,7 @@ def bytes_ahead(constexprs: Mapping[str, Any], token: str) -> int:
 
 
 def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
-    """Sum expert outputs per token: with one node into the buffers of the tokens' ranks, with several into this rank's.
+    """Sum expert outputs per token into the buffers of the ranks that add these sums up.
 
     copies: most rows per token, 1 for compact rows, 0 = top-k.
     of_slots: each row has one value, which goes to a column of its own.
@@ -327,7 +327,6 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any], whol
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
     return {
         "REDUCED": reduced,
-        "HERE": reduced and s.num_nodes == 1,
         "PARTIAL_DTYPE": s.token if s.enable_local_combine else "fp32",
         "HAS_WEIGHTS": has_weights,
         "NETWORK": s.network,

@@ -245,7 +245,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
         types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr"), f"*{s.token}")
         for biases in sorted({False, uses.biases}):
             yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies), types, hidden)
-    if reduced and s.num_nodes == 1:
+    if reduced:
         yield KernelRequest.of(exchange.enter(s))
     if not reduced:
         yield KernelRequest.of(exchange.publish(s))
