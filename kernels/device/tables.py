@@ -37,7 +37,7 @@ each node.
     sums              [N, LW] for the tokens of my counterpart of each node (of my node: my tokens) that go to each rank
                       of my node: the row of a sum in my combine buffer, less the token's staging row at that rank; then
                       [W] for the tokens of each rank that go here: the row of a sum at the rank of my node that adds it
-                      up (`adder_of`), less the staging row here
+                      up (`adder_of`), less the staging row here; then [N, LW] how many tokens the first part is for
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
@@ -49,7 +49,7 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
                   expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
-                  sums            -1 -1, then 1 -1
+                  sums            -1 -1, then 1 -1, then 1 1
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
 Sums          A combine buffer holds the sums of the tokens of one rank of each node, node after node: of my tokens, and
               of those that my counterparts send here. Each node has as many rows as its rank can need (`rows_of_node`);
@@ -298,7 +298,7 @@ def adder_of(job, source):
 
 @triton.jit
 def sums_from_of(job, placement_ptr):
-    """Pointer to sums [N * LW + W], and so to its first part [N, LW]: from staging rows to rows of sums here."""
+    """Pointer to sums [3 * W], and so to its first part [N, LW]: from staging rows to rows of sums here."""
     return bases_of(job, placement_ptr) + _fours(2 * num_experts(job) + job.num_ranks)
 
 
@@ -309,6 +309,12 @@ def sums_to_of(job, placement_ptr):
 
 
 @triton.jit
+def summed_of(job, placement_ptr):
+    """Pointer to the third part of sums [N, LW]: tokens whose sums come from each rank of this node."""
+    return sums_to_of(job, placement_ptr) + job.num_ranks
+
+
+@triton.jit
 def tiles_of(job, placement_ptr):
     """Pointer to the tile table [1 + n, 4]."""
-    return sums_from_of(job, placement_ptr) + _fours(2 * job.num_ranks)
+    return sums_from_of(job, placement_ptr) + _fours(3 * job.num_ranks)

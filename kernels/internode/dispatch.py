@@ -36,9 +36,9 @@ from ..device.buffers import (
     address_of,
     own_buffer,
 )
-from ..device.groups import my_first, pick
+from ..device.groups import my_first
 from ..device.host_read import is_held
-from ..device.job import Job, first_local, is_local, my_node, num_nodes, on_my_node, other_node, state_at
+from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node, state_at
 from ..device.payload import (
     WORDS,
     Choices,
@@ -121,12 +121,12 @@ class Pulls(NamedTuple):
         forward_ptr: [2, N, max_tokens, K] int32: ranks, and rows there; of reduced rows the ranks that sum, and rows of
             their sums in this rank's combine buffer.
         num_entries: int64, entries of each of the two tables.
-        sums_from: [LWP] for one node, from staging rows at each rank of this node to these rows (device/tables.py).
+        sums_from_ptr: [LW] for one node, from staging rows at each rank of this node to these rows (device/tables.py).
     """
 
     forward_ptr: Any
     num_entries: Any
-    sums_from: Any
+    sums_from_ptr: Any
 
 
 @triton.jit
@@ -280,9 +280,7 @@ def _note_pulls(
     if REDUCED:
         at = row[:, None] * TOPK + compact_position(here)
         tl.store(pulls.forward_ptr + at, tl.where(here, owner, -1), mask=mask)
-        sum_row = arrival
-        for local in tl.static_range(pulls.sums_from.shape[0]):
-            sum_row += tl.where(owner == first_local(job) + local, pick(pulls.sums_from, local), 0)
+        sum_row = arrival + tl.load(pulls.sums_from_ptr + owner - first_local(job), mask=here, other=0)
         tl.store(pulls.forward_ptr + pulls.num_entries + at, tl.where(here, sum_row, -1), mask=mask)
     else:
         at = row[:, None] * TOPK + tl.arange(0, here.shape[1])[None, :]
@@ -349,9 +347,9 @@ def _forward_rows(
     here = (arrival >= 0) & on_my_node(job, owner)
     push_meta(job, weights, owner, dst_row, arrival, here, rows.HAS_WEIGHTS, choices.KP)
     here &= arrival < rows.stage_capacity
-    _note_pulls(job, pulls, row, owner, arrival, dst_row, here, mask, REDUCED, choices.TOPK)
     MOST: tl.constexpr = choices.TOPK if choices.TOPK < LWP else LWP
     _push_rows(job, messages, row, alive, owner, arrival, here, rows, MOST, BLOCK_H)
+    _note_pulls(job, pulls, row, owner, arrival, dst_row, here, mask, REDUCED, choices.TOPK)
 
 
 @ep_kernel(word_ptr="*{WORD}", forward_ptr="*i32", specialised=("row_words",), num_warps=16)
@@ -374,7 +372,6 @@ def internode_forward_kernel(
     messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, choices.KP)
     nodes = num_nodes(job)
     num_entries = tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK
-    local = tl.arange(0, senders.LWP)
     one = tl.arange(0, 1)
     # After an expired wait the rows are incomplete: raise no flags, so that the receivers report it as well.
     arrived = tl.load(state_at(job, STATUS)) == 0
@@ -382,8 +379,8 @@ def internode_forward_kernel(
         # The previous node sends to this one first (`other_node`), then the node before it, and so on.
         node = (my_node(job) - index + nodes) % nodes
         tokens = tl.load(tokens_from_node_of(job, placement_ptr) + node)
-        sums_from_ptrs = sums_from_of(job, placement_ptr) + node * job.ranks_per_node + local
-        pulls = Pulls(forward_ptr, num_entries, tl.load(sums_from_ptrs, mask=is_local(job, local), other=0))
+        sums_from_ptr = sums_from_of(job, placement_ptr) + node * job.ranks_per_node
+        pulls = Pulls(forward_ptr, num_entries, sums_from_ptr)
         flags_ptr = own_buffer(job, NET_FLAG, tl.int64) + node * chunks.MAX_CHUNKS
         num_chunks = tl.cdiv(tokens, chunks.CHUNK)
         num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)

@@ -80,6 +80,7 @@ from ..device.tables import (
     rows_of_node,
     sort_bases_of,
     stage_bases_of,
+    summed_of,
     sums_from_of,
     sums_to_of,
     tail_ptr,
@@ -215,8 +216,9 @@ def _report(
     sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
     tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=from_source)
     at = (node_of(job, source) * job.ranks_per_node)[:, None] + (owner - first_local(job))[None, :]
-    added_here = is_rank(job, source) & (adder_of(job, source) == job.rank)
-    tl.store(sums_from_of(job, placement_ptr) + at, shift, mask=added_here[:, None] & on_my_node(job, owner)[None, :])
+    added_here = (is_rank(job, source) & (adder_of(job, source) == job.rank))[:, None] & on_my_node(job, owner)[None, :]
+    tl.store(sums_from_of(job, placement_ptr) + at, shift, mask=added_here)
+    tl.store(summed_of(job, placement_ptr) + at, tokens, mask=added_here)
     tl.store(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), first, mask=from_source)
     tl.store(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), here, mask=from_source)
 

@@ -21,7 +21,8 @@ ON_CPU = {
         *("topk8_64_experts", "all_dropped", "zero_tokens_on_a_rank", "scatter_given"),
     },
     (2, 2): {
-        *("plain", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "many_tokens"),
+        *("plain", "local_combine_weighted", "static_aligned_local", "shared_staging_static", "mxfp8_wide_local"),
+        "many_tokens",
     },
     (1, 1): {
         *("plain", "hidden_wide", "zero_tokens_everywhere", "all_dropped", "scatter_given", "local_combine_weighted"),

@@ -1,10 +1,12 @@
-"""The example of a dispatch's records in kernels/device/tables.py and triton_ep/context/records.py."""
+"""Records of a dispatch (kernels/device/tables.py, triton_ep/context/records.py): their example, and rows of sums."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.layer.cases import Case, dispatch_and_check, make_layer, workloads
 from triton_ep import EPAll2AllLayer
+from triton_ep.context.layout import rows_of_sums
 from triton_ep.context.records import Report, read_reports
 from triton_ep.distributed import current_heap
 from triton_ep.kernels.device import codes
@@ -38,7 +40,7 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert parts == {
             "row": [0, 1, 1, 0, 1, 1, 2, 0, 2, 0, 0, word],
             "bases": [1, 1, 1, 3, 0, 0, 1, 2, 1, 2],
-            "sums": [-1, -1, 1, -1],
+            "sums": [-1, -1, 1, -1, 1, 1],
         }
         bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # one tile each
         assert desc.tiles.tolist()[:3] == [[2, 3, 0, 0], [0, 0, 2, bands[0]], [1, 2, 1, bands[1]]]
@@ -50,3 +52,57 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_records_of_a_dispatch_are_those_of_the_example(run_ranks, nodes, ranks_per_node):
     """Two ranks of two experts each have every number given in the documentation of the records."""
     run_ranks(_dispatch_example, nodes, ranks_per_node)
+
+
+SUMMED = Case("summed", tokens=(7, 12, 0, 9), topk=4, experts=4, local_combine=True)
+
+
+def _rows_of_sums(ids: list[torch.Tensor], adder: int, ranks_per_node: int, experts: int, rows_of_node: int) -> list:
+    """Where the sums lie that a rank adds up: for each node, the rows of each token of the rank's counterpart there, as
+    (rank that sums, row) in the order of ranks."""
+    first = adder // ranks_per_node * ranks_per_node
+    found = []
+    for node, source in enumerate(range(adder % ranks_per_node, len(ids), ranks_per_node)):
+        row, of_token = node * rows_of_node, [[] for _ in ids[source]]
+        for rank in range(first, first + ranks_per_node):
+            for token, choices in enumerate(ids[source].tolist()):
+                if rank in [expert // experts for expert in choices if expert >= 0]:
+                    of_token[token].append((rank, row))
+                    row += 1
+        assert row <= (node + 1) * rows_of_node
+        found.append(of_token)
+    return found
+
+
+def _check_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(SUMMED, rank, nodes, ranks_per_node) as layer:
+        desc = dispatch_and_check(layer, SUMMED, 0).desc
+        ids = [work.topk_idx for work in workloads(SUMMED, nodes * ranks_per_node, 0)]
+        node, experts = rank // ranks_per_node, layer.config.num_experts_per_rank
+        sizes = ranks_per_node, experts, rows_of_sums(layer.config) // nodes
+        want = _rows_of_sums(ids, rank, *sizes)
+        listed = desc.entries[codes.ENTRY_PULL_ROW].tolist()
+        assert [{row for row in rows if row >= 0} for rows in listed] == [
+            {row for _, row in rows} for rows in want[node]
+        ]
+        for other in {*range(nodes)} - {node}:
+            coming = [rows for rows in want[other] if rows]  # tokens for no rank of this node do not come here
+            listed = desc.forward[:, other, : len(coming)].tolist()
+            got = [{(r, row) for r, row in zip(*each, strict=True) if row >= 0} for each in zip(*listed, strict=True)]
+            assert desc.tokens_from_node.tolist()[other] == len(coming) and got == [set(rows) for rows in coming]
+        to_adder = desc._part("sums").tolist()[len(ids) : 2 * len(ids)]
+        staged = 0
+        for source in range(len(ids)):
+            adder = node * ranks_per_node + source % ranks_per_node
+            of_source = _rows_of_sums(ids, adder, *sizes)[source // ranks_per_node]
+            mine = [row for rows in of_source for r, row in rows if r == rank]
+            assert mine == [staged + to_adder[source] + number for number in range(len(mine))]
+            staged += len(mine)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
+def test_sums_have_rows_of_their_own(run_ranks, nodes, ranks_per_node):
+    """Ranks that store sums and ranks that add them up name the same rows, counted here from the expert ids of all
+    ranks."""
+    run_ranks(_check_sums, nodes, ranks_per_node)

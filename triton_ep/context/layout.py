@@ -46,7 +46,7 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
         ("step_rows", PARTS * ranks_per_node),
         ("step_tokens", PARTS * num_nodes),
         ("bases", 2 * num_experts + num_ranks),
-        ("sums", 2 * num_ranks),
+        ("sums", 3 * num_ranks),
         ("tiles", 0),  # as many as the rows need: `tile_words`
     ):
         parts[name] = (at, count)
