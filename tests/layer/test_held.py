@@ -16,7 +16,7 @@ from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_
 from tests.layer.test_autograd import _check_gradients
 from triton_ep import ConfigError
 from triton_ep.context.context import DispatchCombineContext
-from triton_ep.context.layout import Sizes, rows_of_sums
+from triton_ep.context.layout import Sizes, rows_of_sums, sizes_of
 from triton_ep.context.memory import SymmetricBuffers
 from triton_ep.context.records import Report, read_reports
 from triton_ep.distributed import current_heap
@@ -109,9 +109,8 @@ def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> 
 
 
 def _shrunk(sizes: Sizes, rows: int) -> Sizes:
-    """Sizes with less room than there is memory, as if the layer had been created for fewer rows; room for sums does
-    not depend on how many rows arrive."""
-    return Sizes(sizes.config, rows, max(rows, rows_of_sums(sizes.config)))
+    """Sizes with less room than there is memory, as if the layer had been created for fewer rows."""
+    return sizes_of(sizes.config, rows, rows)
 
 
 GROWING = {"plain": {}, "local": {"local_combine": True}, "mxfp8": {"payload": "mxfp8", "alignment": 16}}
@@ -232,6 +231,28 @@ def _check_compact_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_compact_rows_arrive_where_buffers_grow_on_the_way(run_ranks, chaos_seed, nodes, ranks_per_node):
     """The same for compact rows, one per (token, rank)."""
     run_ranks(_check_compact_growth, nodes, ranks_per_node)
+
+
+def _check_first_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(FEW, rank, nodes, ranks_per_node) as layer, _order() as happened:
+        ctx = layer.context
+        assert ctx.sizes.output_rows < rows_of_sums(layer.config)
+        for call, order in enumerate((["push", "read", "grow", "push"], ["push", "read"])):
+            works = workloads(FEW, layer.config.world_size, call)
+            x, ids = works[rank].x.to(ctx.device), works[rank].topk_idx.to(ctx.device)
+            got = layer.dispatch_compact(x, ids)
+            assert happened == order
+            happened.clear()
+            assert torch.equal(layer.combine(got.x * 2, got.layout_desc), x * 2)
+        assert ctx.sizes.output_rows == rows_of_sums(layer.config)
+        layer.check()
+
+
+@pytest.mark.plain  # the test above repeats the order of stores
+@pytest.mark.parametrize("nodes, ranks_per_node", [(4, 1)])
+def test_the_first_compact_rows_make_room_for_all_sums(run_ranks, nodes, ranks_per_node):
+    """A layer without local combine has no more room than its output rows need, until compact rows come."""
+    run_ranks(_check_first_sums, nodes, ranks_per_node)
 
 
 def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:

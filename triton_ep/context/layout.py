@@ -394,11 +394,8 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
 
 
 def sizes_of(config: EPConfig, arrival_rows: int, output_rows: int) -> Sizes:
-    """Sizes with room for these staging rows and output rows, and for the rows that combine reads."""
-    summed = rows_of_sums(config)
-    if config.enable_local_combine:
-        return Sizes(config, arrival_rows, summed)
-    return Sizes(config, arrival_rows, max(output_rows, summed))
+    """Sizes with room for these staging rows, and for the rows that combine reads: output rows, or sums."""
+    return Sizes(config, arrival_rows, rows_of_sums(config) if config.enable_local_combine else output_rows)
 
 
 def blocks(config: EPConfig) -> Mapping[str, tuple[str, ...]]:

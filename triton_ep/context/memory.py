@@ -107,13 +107,13 @@ class SymmetricBuffers:
         """The sizes for `grow` with room for at least that many rows; `sizes` itself if it has room already.
 
         A class that grows gets a quarter more rows, so that a slow increase does not replace buffers at every call, but
-        never more staging rows than can arrive.
+        never more staging rows than can arrive, and no more rows for sums than there can be.
         """
         staged, output = self.sizes.arrival_rows, self.sizes.output_rows
         if arrival_rows > staged:
             staged = min(arrival_rows + arrival_rows // 4, self.config.world_size * self.config.max_tokens)
         if output_rows > output:
-            output = output_rows + output_rows // 4
+            output = output_rows + (output_rows // 4 if output_rows != layout.rows_of_sums(self.config) else 0)
         if (staged, output) == (self.sizes.arrival_rows, self.sizes.output_rows):
             return self.sizes
         return layout.Sizes(self.config, staged, output)

@@ -19,7 +19,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
-from triton_ep.context.layout import Sizes
+from triton_ep.context.layout import Sizes, rows_of_sums
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.context.rows import RowFormat
@@ -100,7 +100,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         return report.rows
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine buffers have room for all sums from the start; without local combine they hold the output rows."""
+        """With local combine buffers have room for all sums from the start, else combine reads the output rows."""
         staged = max(report.arrivals for report in reports)
         rows = max(report.rows for report in reports)
         return staged, 0 if config.enable_local_combine else rows
@@ -187,12 +187,13 @@ class Deduplicated(Landing[compact_ops.Compact]):
         return report.arrivals
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine buffers have room for all sums from the start (`context.layout.rows_of_sums`)."""
-        return max(report.arrivals for report in reports), 0
+        """Combine reads sums. Without local combine, the first call makes room for them: for all, once and for all."""
+        staged = max(report.arrivals for report in reports)
+        return staged, rows_of_sums(config) if staged else 0
 
     def limits(self, sizes: Sizes) -> tuple[int, int]:
         """As `room`."""
-        return sizes.arrival_rows, NO_LIMIT
+        return sizes.arrival_rows if sizes.output_rows >= rows_of_sums(sizes.config) else 0, NO_LIMIT
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
