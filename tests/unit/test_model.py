@@ -125,7 +125,7 @@ def test_times_by_hand() -> None:
     few = replace(w, tokens=512)
     assert model.predict_dispatch(few, machine).us == pytest.approx(512 + 2048 + counts, rel=1e-6)
     far = replace(w, ranks_per_node=1)
-    assert model.predict_combine(far, machine).us == pytest.approx(2048 + 8192)
+    assert model.predict_combine(far, machine).us == pytest.approx(14336 + 14336 * 2 / 64)
     messages = w.message_bytes("bf16") / w.row_bytes
     expected = max(2048 * messages + 4096 / 64, 2048 * messages * 6 / 64 + 4096) + 4096
     assert model.predict_dispatch(far, machine).us == pytest.approx(expected + 2 * counts, rel=1e-2)

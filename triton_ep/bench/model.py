@@ -223,10 +223,10 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
     copies = w.tokens * w.topk
     published = w.tokens * w.ranks_per_token if w.local_combine else copies
     local = (copies + published) * w.row_bytes
-    if w.local_combine and not far:  # what arrives is summed again
+    if w.local_combine:  # what arrives is summed again
         local += (published + w.tokens) * w.row_bytes
     traffic = combine_traffic(w)
-    overlapped = w.local_combine and not far and w.tokens >= OVERLAPPED_TOKENS
+    overlapped = w.local_combine and w.tokens >= OVERLAPPED_TOKENS
     return _joined(w, machine, fixed, traffic, traffic, local, _sent_beside if overlapped else _one_by_one)
 
 
