@@ -20,7 +20,7 @@ import triton.language as tl
 from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, buffer_ptrs, own_buffer, table_ptrs
 from .groups import pick
 from .job import first_local, is_local, local_rank, my_node, num_nodes, rank_of, state_at
-from .tables import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL, STEPS, report_ptrs
+from .tables import REPORT_ARRIVALS_HERE, STEPS, first_arrivals_of, report_ptrs
 from .waits import WAIT_ARRIVALS, release_flags, wait_values
 
 ALL_ROWS = tl.constexpr(2**31 - 1)
@@ -165,7 +165,7 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
     nodes = num_nodes(job)
     node = (my_node(job) - index + nodes) % nodes
     source = tl.arange(0, SOURCES)
-    first_ptrs = report_ptrs(placement_ptr, rank_of(job, node, source), REPORT_FIRST_ARRIVAL)
+    first_ptrs = first_arrivals_of(job, placement_ptr) + rank_of(job, node, source)
     starts = tl.load(first_ptrs, mask=is_local(job, source), other=0)
     count_ptrs = report_ptrs(placement_ptr, rank_of(job, node, source), REPORT_ARRIVALS_HERE)
     counts = tl.load(count_ptrs, mask=is_local(job, source), other=0)
@@ -194,7 +194,7 @@ def rows_from_there(own, row, item, here):
 @triton.jit
 def own_rows(job, placement_ptr, ROWS: tl.constexpr, LWP: tl.constexpr):
     """All rows of this rank, as the only `ArrivedRows`."""
-    start = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_FIRST_ARRIVAL))
+    start = tl.load(first_arrivals_of(job, placement_ptr) + job.rank)
     count = tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS_HERE))
     starts = _each(tl.full([LWP], 0, tl.int32) + start, LWP)
     ends = _each(tl.full([LWP], 0, tl.int32) + start + count, LWP)

@@ -106,10 +106,10 @@ REPORT_BAD_ID = 4
 """That id."""
 REPORT_HOST_WORD = 5
 """HOST_* below."""
-REPORT_FIRST_ARRIVAL = 6
-"""First staging row on this rank of the tokens from that rank."""
+REPORT_SUMS = 6
+"""Rows of sums in that rank's combine buffer."""
 REPORT_ARRIVALS_HERE = 7
-"""Number of these rows."""
+"""Staging rows on this rank of the tokens from that rank."""
 REPORT_WORDS = 8
 TAIL_WORDS = 4
 """Words at the end of a splits row: REPORT_TOKENS to REPORT_HOST_WORD of its rank."""

@@ -29,6 +29,7 @@ from .tables import (
     REPORT_BAD_ENTRY,
     REPORT_HOST_WORD,
     REPORT_ROWS,
+    REPORT_SUMS,
     held_of,
     overflow_of,
     report_ptrs,
@@ -47,12 +48,14 @@ class HostRead(NamedTuple):
         read_number: number of this read, from 1; 0 = the host reads nothing.
         arrival_room: staging rows for which every rank has room.
         output_room: output rows for which every rank has room.
+        sum_room: rows of sums for which every rank has room.
     """
 
     told_ptr: Any
     read_number: Any
     arrival_room: Any
     output_room: Any
+    sum_room: Any
 
 
 @triton.jit
@@ -65,9 +68,11 @@ def must_hold(job, placement_ptr, read, WP: tl.constexpr):
     bad = tl.load(report_ptrs(placement_ptr, rank, REPORT_BAD_ENTRY), mask=mask, other=0)
     arrivals = tl.load(report_ptrs(placement_ptr, rank, REPORT_ARRIVALS), mask=mask, other=0)
     rows = tl.load(report_ptrs(placement_ptr, rank, REPORT_ROWS), mask=mask, other=0)
+    sums = tl.load(report_ptrs(placement_ptr, rank, REPORT_SUMS), mask=mask, other=0)
     own = tl.sum(tl.where(rank == job.rank, words, 0))
     unlike = tl.sum((mask & ((words != own) | (bad != 0))).to(tl.int32)) > 0
     too_many = (tl.max(arrivals) > read.arrival_room) | (tl.max(rows) > read.output_room)
+    too_many |= tl.max(sums) > read.sum_room
     return (own & _READS != 0) & (unlike | (own & _REFUSED != 0) | too_many)
 
 

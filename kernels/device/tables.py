@@ -26,6 +26,7 @@ each node.
     overflow          [1] rows beyond the capacity on this rank; next [1] low bits of the dispatch's number, counted by
                       the device, so that they belong to the latest replay (device/calls.py); next [1] whether rows
                       wait until the host has read the counts (device/host_read.py)
+    first_arrivals    [W] the first staging row here of each rank's tokens
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
     row               [S] my splits row: counts of experts, ranks, nodes; at the end TAIL_WORDS words, which are
                       REPORT_TOKENS to REPORT_HOST_WORD of my report
@@ -37,7 +38,8 @@ each node.
     sums              [N, LW] for the tokens of my counterpart of each node (of my node: my tokens) that go to each rank
                       of my node: the row of a sum in my combine buffer, less the token's staging row at that rank; then
                       [W] for the tokens of each rank that go here: the row of a sum at the rank of my node that adds it
-                      up (`adder_of`), less the staging row here; then [N, LW] how many tokens the first part is for
+                      up (`adder_of`), less the staging row here; then [N, LW] the end of the first part's rows in my
+                      combine buffer, where the next ones begin
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
@@ -45,15 +47,17 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
               rank 0. In its first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130),
               rank 1 has
                   entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_ROW 1 0
-                  report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
-                  expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
+                  report          (2, 2, 3, 0, 0, 130, 3, 2), (3, 3, 2, 0, 0, 130, 2, 1)
+                  expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, first_arrivals 0 2
+                  tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
-                  sums            -1 -1, then 1 -1, then 1 1
+                  sums            -1 -1, then 1 -1, then 1 2
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
-Sums          A combine buffer holds the sums of the tokens of one rank of each node, node after node: of my tokens, and
-              of those that my counterparts send here. Each node has as many rows as its rank can need (`rows_of_node`);
-              in these come the sums of the first rank of my node, then those of the next one, in the order of tokens.
+Sums          A combine buffer holds the sums of the tokens of one rank of each node: of my tokens, and of those that my
+              counterparts send here. Node after node come the sums of the first rank of my node, then those of the next
+              one, in the order of tokens, without gaps. A sum belongs to a token and a rank that it goes to, so all
+              combine buffers together have as many rows as there are staging rows.
 Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
               chunks a dispatch of 8 steps sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with the bounds 0, 16,
               40, 58, 64, sends 32, 48, 36, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
@@ -82,7 +86,7 @@ REPORT_TOKENS = tl.constexpr(codes.REPORT_TOKENS)
 REPORT_BAD_ENTRY = tl.constexpr(codes.REPORT_BAD_ENTRY)
 REPORT_BAD_ID = tl.constexpr(codes.REPORT_BAD_ID)
 REPORT_HOST_WORD = tl.constexpr(codes.REPORT_HOST_WORD)
-REPORT_FIRST_ARRIVAL = tl.constexpr(codes.REPORT_FIRST_ARRIVAL)
+REPORT_SUMS = tl.constexpr(codes.REPORT_SUMS)
 REPORT_ARRIVALS_HERE = tl.constexpr(codes.REPORT_ARRIVALS_HERE)
 REPORT_WORDS = tl.constexpr(codes.REPORT_WORDS)
 TAIL_WORDS = tl.constexpr(codes.TAIL_WORDS)
@@ -237,9 +241,15 @@ def held_of(job, placement_ptr):
 
 
 @triton.jit
+def first_arrivals_of(job, placement_ptr):
+    """Pointer to first_arrivals [W]."""
+    return overflow_of(job, placement_ptr) + 4
+
+
+@triton.jit
 def tokens_from_node_of(job, placement_ptr):
     """Pointer to tokens_from_node [N]."""
-    return overflow_of(job, placement_ptr) + 4
+    return first_arrivals_of(job, placement_ptr) + _fours(job.num_ranks)
 
 
 @triton.jit
@@ -285,12 +295,6 @@ def stage_bases_of(job, placement_ptr):
 
 
 @triton.jit
-def rows_of_node(job, TOPK):
-    """Rows in a combine buffer for the sums of the tokens of one rank; triton_ep/context/layout.py has the same."""
-    return tl.minimum(job.ranks_per_node, TOPK) * job.max_tokens
-
-
-@triton.jit
 def adder_of(job, source):
     """The rank of my node that adds up the sums of the tokens of ranks `source`: the one with the same local rank."""
     return first_local(job) + source % job.ranks_per_node
@@ -309,8 +313,8 @@ def sums_to_of(job, placement_ptr):
 
 
 @triton.jit
-def summed_of(job, placement_ptr):
-    """Pointer to the third part of sums [N, LW]: tokens whose sums come from each rank of this node."""
+def sum_ends_of(job, placement_ptr):
+    """Pointer to the third part of sums [N, LW]: for each node, ends of the rows of sums from each rank of mine."""
     return sums_to_of(job, placement_ptr) + job.num_ranks
 
 

@@ -27,7 +27,7 @@ from ..device.payload import SumTile
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
 from ..device.staging import Staged, end_combine, report_staged, staged_part, wait_staged
-from ..device.tables import STEPS, partial_stride, rows_of_node, summed_of, tokens_from_node_of
+from ..device.tables import STEPS, partial_stride, sum_ends_of, tokens_from_node_of
 from ..device.waits import TAG_BITS
 from ..spec import ep_kernel
 
@@ -45,9 +45,10 @@ def _steps_needed(
 ):
     """Steps after which every rank of this node has staged its rows of a chunk of another node's tokens."""
     local = tl.arange(0, LWP)
-    count_ptrs = summed_of(job, placement_ptr) + node * job.ranks_per_node + local
-    count = tl.load(count_ptrs, mask=is_local(job, local), other=0)
-    first = node * rows_of_node(job, TOPK) + tl.cumsum(count, axis=0) - count
+    at = node * job.ranks_per_node + local
+    end_ptrs = sum_ends_of(job, placement_ptr) + at
+    first = tl.load(end_ptrs - 1, mask=is_local(job, local) & (at > 0), other=0)
+    count = tl.load(end_ptrs, mask=is_local(job, local), other=0) - first
     MOST: tl.constexpr = power_of_2(fewer(TOPK, LWP))
     token = tl.arange(0, CHUNK)[:, None]
     k = tl.arange(0, MOST)[None, :]

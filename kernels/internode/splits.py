@@ -46,10 +46,12 @@ from ..device.job import (
     my_node,
     node_of,
     on_my_node,
+    rank_of,
     state_at,
 )
 from ..device.payload import Packing, pack_rows
 from ..device.post import Row, post_to_all
+from ..device.pull import fewer
 from ..device.tables import (
     BAD_ENTRY,
     BAD_ID,
@@ -57,9 +59,9 @@ from ..device.tables import (
     REPORT_ARRIVALS_HERE,
     REPORT_BAD_ENTRY,
     REPORT_BAD_ID,
-    REPORT_FIRST_ARRIVAL,
     REPORT_HOST_WORD,
     REPORT_ROWS,
+    REPORT_SUMS,
     REPORT_TOKENS,
     TAIL_WORDS,
     Entries,
@@ -67,6 +69,7 @@ from ..device.tables import (
     bases_of,
     chunk_bad_ptrs,
     expert_offsets_of,
+    first_arrivals_of,
     held_of,
     node_columns_of,
     num_columns_of,
@@ -77,10 +80,9 @@ from ..device.tables import (
     report_ptrs,
     row_length_of,
     row_of,
-    rows_of_node,
     sort_bases_of,
     stage_bases_of,
-    summed_of,
+    sum_ends_of,
     sums_from_of,
     sums_to_of,
     tail_ptr,
@@ -185,18 +187,38 @@ def _exchange(
 
 
 @triton.jit
+def _count_sums(job, splits_ptr, WP: tl.constexpr, PAIRS: tl.constexpr):
+    """Count rows of sums: [WP] those in each rank's combine buffer; [WP] for the tokens of each rank, those of earlier
+    nodes' tokens at the rank of this node that adds up its sums."""
+    rank = tl.arange(0, WP)[:, None]
+    local = rank % job.ranks_per_node
+    in_all = tl.zeros([WP], tl.int32)
+    of_earlier = tl.zeros([WP], tl.int32)
+    for start in range(0, job.num_ranks, PAIRS):
+        # All pairs of a source, which is the rank's counterpart on some node, and an owner, which is some rank of the
+        # rank's node, or of this node: as many as there are ranks.
+        pair = start + tl.arange(0, PAIRS)[None, :]
+        mask = is_rank(job, rank) & is_rank(job, pair)
+        source = rank_of(job, node_of(job, pair), local)
+        tokens_ptrs = rank_columns_of(job, splits_ptr + source * row_length_of(job)) + pair % job.ranks_per_node
+        in_all += tl.sum(tl.load(tokens_ptrs + rank - local, mask=mask, other=0), axis=1)
+        mask &= node_of(job, pair) < node_of(job, rank)
+        of_earlier += tl.sum(tl.load(tokens_ptrs + first_local(job), mask=mask, other=0), axis=1)
+    return in_all, of_earlier
+
+
+@triton.jit
 def _report(
     job,
     splits_ptr,
     placement_ptr,
     owner,  # [OWNERS] ranks
     rows,  # [OWNERS] their output rows
-    earlier_tokens,  # [WP] tokens of each rank for earlier ranks of this node
-    TOPK: tl.constexpr,
+    earlier_sums,  # [WP] for the tokens of each rank, the first row of these ranks' sums at the rank that adds them
     WP: tl.constexpr,
 ):
-    """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns [WP] tokens of
-    each rank for those of these ranks that are on this node."""
+    """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns [WP] how many
+    sums of each rank's tokens these ranks compute for ranks of this node."""
     row_length = row_length_of(job)
     source = tl.arange(0, WP)
     is_owner = is_rank(job, owner)
@@ -211,15 +233,15 @@ def _report(
     from_source = is_rank(job, source) & is_mine
     # Where the sums of a source's tokens lie at the rank that adds them, less where the tokens are staged.
     of_node = tl.where(on_my_node(job, owner)[None, :], tokens, 0)
-    shift = tl.cumsum(of_node, axis=1) - of_node - (tl.cumsum(tokens, axis=0) - tokens)
-    shift += (node_of(job, source) * rows_of_node(job, TOPK) + earlier_tokens)[:, None]
+    ends = earlier_sums[:, None] + tl.cumsum(of_node, axis=1)
+    shift = ends - of_node - (tl.cumsum(tokens, axis=0) - tokens)
     sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
     tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=from_source)
     at = (node_of(job, source) * job.ranks_per_node)[:, None] + (owner - first_local(job))[None, :]
     added_here = (is_rank(job, source) & (adder_of(job, source) == job.rank))[:, None] & on_my_node(job, owner)[None, :]
     tl.store(sums_from_of(job, placement_ptr) + at, shift, mask=added_here)
-    tl.store(summed_of(job, placement_ptr) + at, tokens, mask=added_here)
-    tl.store(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), first, mask=from_source)
+    tl.store(sum_ends_of(job, placement_ptr) + at, ends, mask=added_here)
+    tl.store(first_arrivals_of(job, placement_ptr) + source, first, mask=from_source)
     tl.store(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), here, mask=from_source)
 
     tl.store(report_ptrs(placement_ptr, owner, REPORT_ROWS), rows, mask=is_owner)
@@ -244,13 +266,12 @@ def _place_segments(
     placement_ptr,
     first_owner,
     earlier,  # my entries for the experts of the ranks before `first_owner`
-    earlier_tokens,  # [WP] tokens of each rank for those of these ranks that are on this node
+    earlier_sums,  # as in `_report`
     segments,
-    TOPK: tl.constexpr,
     sizes,
 ):
     """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns my entries for these
-    ranks, and [WP] tokens of each rank for those of them that are on this node."""
+    ranks, and the result of `_report`."""
     source = tl.arange(0, sizes.WP)
     owner = first_owner + tl.arange(0, sizes.OWNERS)
     local = tl.arange(0, sizes.EP)
@@ -285,8 +306,7 @@ def _place_segments(
         overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    tokens = _report(job, splits_ptr, placement_ptr, owner, rows, earlier_tokens, TOPK, sizes.WP)
-    return tl.sum(of_owner), tokens
+    return tl.sum(of_owner), _report(job, splits_ptr, placement_ptr, owner, rows, earlier_sums, sizes.WP)
 
 
 class Call(NamedTuple):
@@ -399,13 +419,20 @@ def splits_kernel(
         word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
         words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
         earlier = tl.zeros([], tl.int32)
-        earlier_tokens = tl.zeros([sizes.WP], tl.int32)
+        earlier_sums = tl.zeros([sizes.WP], tl.int32)
+        MANY_NODES: tl.constexpr = sizes.LWP < sizes.WP
+        if MANY_NODES:
+            PAIRS: tl.constexpr = fewer(sizes.WP, sizes.OWNERS * sizes.EP)
+            sums, earlier_sums = _count_sums(job, splits_ptr, sizes.WP, PAIRS)
         for first_owner in range(0, job.num_ranks, sizes.OWNERS):
-            entries_there, tokens_there = _place_segments(
-                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_tokens, segments, entries.TOPK, sizes
+            entries_there, sums_there = _place_segments(
+                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_sums, segments, sizes
             )
             earlier += entries_there
-            earlier_tokens += tokens_there
+            earlier_sums += sums_there
+        if not MANY_NODES:  # each rank adds up the sums of its own tokens
+            sums = earlier_sums
+        tl.store(report_ptrs(placement_ptr, source, REPORT_SUMS), sums, mask=is_rank(job, source))
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
         # Other threads read the reports just stored.

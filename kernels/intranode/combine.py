@@ -89,11 +89,11 @@ from ..device.tables import (
     PULL_ROW,
     REPORT_ARRIVALS,
     REPORT_ARRIVALS_HERE,
-    REPORT_FIRST_ARRIVAL,
     STEPS,
     Entries,
     adder_of,
     entry_field,
+    first_arrivals_of,
     num_rows_of,
     part_begin,
     partial_stride,
@@ -338,7 +338,7 @@ def _gather_slots(
 def _rows_of_step(job, placement_ptr, source, step, reached, num_rows):
     """Staging rows of a block of sources that are reduced after `step` and up to `reached` of STEPS steps: the first
     ones, and the ends."""
-    first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), mask=is_rank(job, source), other=0)
+    first = tl.load(first_arrivals_of(job, placement_ptr) + source, mask=is_rank(job, source), other=0)
     count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), mask=is_rank(job, source), other=0)
     # Some rows of every source, so that all ranks can begin to pull; with several nodes, rows whose sums cross the
     # network come first (internode/combine.py).

@@ -233,26 +233,33 @@ def test_compact_rows_arrive_where_buffers_grow_on_the_way(run_ranks, chaos_seed
     run_ranks(_check_compact_growth, nodes, ranks_per_node)
 
 
-def _check_first_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
-    with make_layer(FEW, rank, nodes, ranks_per_node) as layer, _order() as happened:
-        ctx = layer.context
-        assert ctx.sizes.output_rows < rows_of_sums(layer.config)
-        for call, order in enumerate((["push", "read", "grow", "push"], ["push", "read"])):
-            works = workloads(FEW, layer.config.world_size, call)
-            x, ids = works[rank].x.to(ctx.device), works[rank].topk_idx.to(ctx.device)
-            got = layer.dispatch_compact(x, ids)
+def _check_growth_of_sums(rank: int, nodes: int, ranks_per_node: int, compact: bool) -> None:
+    case = replace(FEW, local_combine=not compact)
+    # Tokens go to both ranks of a node in turn: with two nodes all of local rank 0 to the first node, all of local
+    # rank 1 to the second. So 20 rows arrive at each rank, but one rank of each node adds up 40.
+    tokens = 20 if nodes == 2 else 40 * (rank == 0)
+    with make_layer(case, rank, nodes, ranks_per_node, max_tokens=40) as layer, _order() as happened:
+        ctx, node = layer.context, rank % ranks_per_node if nodes == 2 else 0
+        ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 32, 32)
+        ids = (node * ranks_per_node + torch.arange(tokens) % ranks_per_node) * layer.config.num_experts_per_rank
+        x = rank + torch.arange(tokens * case.hidden, device=ctx.device).view(tokens, case.hidden) / 2**14
+        for order in (["push", "read", "grow", "push"], ["push", "read"]):
+            arguments = x, ids[:, None].int().to(ctx.device)
+            got = layer.dispatch_compact(*arguments) if compact else layer.dispatch(*arguments)
+            rows, desc = (got.x, got.layout_desc) if compact else (got[0], got[2])
             assert happened == order
             happened.clear()
-            assert torch.equal(layer.combine(got.x * 2, got.layout_desc), x * 2)
-        assert ctx.sizes.output_rows == rows_of_sums(layer.config)
+            assert rows.shape[0] == 20 and torch.equal(layer.combine(rows * 2, desc), x * 2)
+        assert ctx.sizes == Sizes(ctx.config, 32, min(50, rows_of_sums(ctx.config)))
         layer.check()
 
 
-@pytest.mark.plain  # the test above repeats the order of stores
-@pytest.mark.parametrize("nodes, ranks_per_node", [(4, 1)])
-def test_the_first_compact_rows_make_room_for_all_sums(run_ranks, nodes, ranks_per_node):
-    """A layer without local combine has no more room than its output rows need, until compact rows come."""
-    run_ranks(_check_first_sums, nodes, ranks_per_node)
+@pytest.mark.plain  # the tests above repeat the order of stores
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+def test_sums_make_combine_buffers_grow(run_ranks, nodes, ranks_per_node, compact):
+    """Where fewer rows arrive than there is room for, but a rank has more sums to add up."""
+    run_ranks(_check_growth_of_sums, nodes, ranks_per_node, compact)
 
 
 def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -354,13 +361,14 @@ def _decide(
     state_ptr,
     arrival_room,
     output_room,
+    sum_room,
     rank,
     num_ranks,
     WORDS: tl.constexpr,
     WP: tl.constexpr,
 ):
     job = Job(state_ptr, state_ptr, rank, num_ranks, num_ranks, 1, 1)
-    read = HostRead(state_ptr, 1, arrival_room, output_room)
+    read = HostRead(state_ptr, 1, arrival_room, output_room, sum_room)
     at = tl.program_id(0)
     tl.store(held_ptr + at, must_hold(job, reports_ptr + at * WORDS, read, WP).to(tl.int32))
 
@@ -369,11 +377,12 @@ def _made_up(draw: random.Random, num_ranks: int) -> list[Report]:
     """Random reports of a call: mostly equal and correct, otherwise with an error on one rank or on all."""
     word = codes.HOST_READS | draw.choice([0, codes.HOST_WEIGHTS, codes.HOST_SCALED, codes.HOST_COMPACT])
     reports = [
-        Report(draw.randint(0, 130), draw.randint(0, 130), draw.randint(0, 99), 0, 0, word, 0, 0)
+        Report(draw.randint(0, 130), draw.randint(0, 130), draw.randint(0, 99), 0, 0, word, draw.randint(0, 130), 0)
         for _ in range(num_ranks)
     ]
     if draw.random() < 0.5:  # else most have too many rows
-        reports = [report._replace(rows=report.rows // 2, arrivals=report.arrivals // 2) for report in reports]
+        reports = [report._replace(rows=report.rows // 2, arrivals=report.arrivals // 2, sums=report.sums // 2)
+                   for report in reports]  # fmt: skip
     flags = (codes.HOST_REJECTED, codes.HOST_SCATTER, codes.HOST_WEIGHTS, codes.HOST_SCALED, codes.HOST_BACKWARD,
              codes.HOST_AGAIN | 3 << codes.HOST_SHIFT)  # fmt: skip
     if draw.random() < 0.4:
@@ -408,9 +417,8 @@ def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: 
             assert read_reports(words[0].flatten().tolist(), num_ranks) == made[0]
             held = torch.full((num_cases,), -1, dtype=torch.int32, device=DEVICE)
             state = torch.zeros(64, dtype=torch.int64, device=DEVICE)
-            arrivals, rows = landing.limits(ctx.sizes)
             of_case = num_ranks * codes.REPORT_WORDS
-            given = words.to(DEVICE), held, state, arrivals, rows, draw.randrange(num_ranks), num_ranks
+            given = words.to(DEVICE), held, state, *landing.limits(ctx.sizes), draw.randrange(num_ranks), num_ranks
             _decide[(num_cases,)](*given, WORDS=of_case, WP=4)
             want = [not _hosts_go_on(ctx, landing, reports) for reports in made]
             assert 0.2 < sum(want) / num_cases < 0.9

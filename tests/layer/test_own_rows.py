@@ -10,7 +10,6 @@ import torch.distributed as dist
 from tests.combinations import combinations
 from tests.layer.cases import Case, check_dispatched, make_layer, start_dispatch, workloads
 from triton_ep import EPAll2AllLayer
-from triton_ep.kernels.device.codes import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL
 
 _UNTOUCHED = 0x55
 PLAIN = Case("own", tokens=(11, 0, 20, 5), hidden=160, topk=3, experts=3, alignment=16)
@@ -58,7 +57,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
                 *found, receive = found
                 receive()
             desc = check_dispatched(layer, case, call, *found).desc
-            first, count = (int(desc.report[rank, at]) for at in (REPORT_FIRST_ARRIVAL, REPORT_ARRIVALS_HERE))
+            first, count = (int(each[rank]) for each in (desc._part("first_arrivals"), desc.arrivals_from_rank))
             untouched = bool((_staged_rows(layer)[first : first + count] == _UNTOUCHED).all())
             # Rows that are quantised here are packed in aligned memory; those that come with scales are not packed.
             in_place = way == "plain" or (way == "unaligned" and case.payload is not None)

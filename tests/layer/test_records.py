@@ -21,7 +21,7 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
     if rank == 1:
         word = codes.HOST_WEIGHTS | codes.HOST_READS
         assert read_reports(desc.report.flatten().tolist(), 2) == [
-            Report(2, 2, 3, 0, 0, word, 0, 2),
+            Report(2, 2, 3, 0, 0, word, 3, 2),
             Report(3, 3, 2, 0, 0, word, 2, 1),
         ]
         fields = {
@@ -36,11 +36,12 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert desc.expert_offsets.tolist() == [0, 2, 3]
         assert desc.num_recv_tokens_per_expert.tolist() == [2, 1]
         assert desc.tokens_from_node.tolist() == [2] and desc.tokens_per_node.tolist() == [2]
-        parts = {name: desc._part(name).tolist() for name in ("row", "bases", "sums")}
+        parts = {name: desc._part(name).tolist() for name in ("first_arrivals", "row", "bases", "sums")}
         assert parts == {
+            "first_arrivals": [0, 2],
             "row": [0, 1, 1, 0, 1, 1, 2, 0, 2, 0, 0, word],
             "bases": [1, 1, 1, 3, 0, 0, 1, 2, 1, 2],
-            "sums": [-1, -1, 1, -1, 1, 1],
+            "sums": [-1, -1, 1, -1, 1, 2],
         }
         bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # one tile each
         assert desc.tiles.tolist()[:3] == [[2, 3, 0, 0], [0, 0, 2, bands[0]], [1, 2, 1, bands[1]]]
@@ -57,19 +58,18 @@ def test_records_of_a_dispatch_are_those_of_the_example(run_ranks, nodes, ranks_
 SUMMED = Case("summed", tokens=(7, 12, 0, 9), topk=4, experts=4, local_combine=True)
 
 
-def _rows_of_sums(ids: list[torch.Tensor], adder: int, ranks_per_node: int, experts: int, rows_of_node: int) -> list:
+def _rows_of_sums(ids: list[torch.Tensor], adder: int, ranks_per_node: int, experts: int) -> list:
     """Where the sums lie that a rank adds up: for each node, the rows of each token of the rank's counterpart there, as
     (rank that sums, row) in the order of ranks."""
     first = adder // ranks_per_node * ranks_per_node
-    found = []
-    for node, source in enumerate(range(adder % ranks_per_node, len(ids), ranks_per_node)):
-        row, of_token = node * rows_of_node, [[] for _ in ids[source]]
+    found, row = [], 0
+    for source in range(adder % ranks_per_node, len(ids), ranks_per_node):
+        of_token = [[] for _ in ids[source]]
         for rank in range(first, first + ranks_per_node):
             for token, choices in enumerate(ids[source].tolist()):
                 if rank in [expert // experts for expert in choices if expert >= 0]:
                     of_token[token].append((rank, row))
                     row += 1
-        assert row <= (node + 1) * rows_of_node
         found.append(of_token)
     return found
 
@@ -79,8 +79,12 @@ def _check_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
         desc = dispatch_and_check(layer, SUMMED, 0).desc
         ids = [work.topk_idx for work in workloads(SUMMED, nodes * ranks_per_node, 0)]
         node, experts = rank // ranks_per_node, layer.config.num_experts_per_rank
-        sizes = ranks_per_node, experts, rows_of_sums(layer.config) // nodes
-        want = _rows_of_sums(ids, rank, *sizes)
+        sizes = ranks_per_node, experts
+        of_ranks = [_rows_of_sums(ids, each, *sizes) for each in range(len(ids))]
+        counts = [sum(len(rows) for of_token in found for rows in of_token) for found in of_ranks]
+        assert desc.report[:, codes.REPORT_SUMS].tolist() == counts
+        assert sum(counts) == desc.arrivals_of_rank.sum()
+        want = of_ranks[rank]
         listed = desc.entries[codes.ENTRY_PULL_ROW].tolist()
         assert [{row for row in rows if row >= 0} for rows in listed] == [
             {row for _, row in rows} for rows in want[node]
@@ -94,15 +98,37 @@ def _check_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
         staged = 0
         for source in range(len(ids)):
             adder = node * ranks_per_node + source % ranks_per_node
-            of_source = _rows_of_sums(ids, adder, *sizes)[source // ranks_per_node]
+            of_source = of_ranks[adder][source // ranks_per_node]
             mine = [row for rows in of_source for r, row in rows if r == rank]
             assert mine == [staged + to_adder[source] + number for number in range(len(mine))]
             staged += len(mine)
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2), (3, 1)])
 def test_sums_have_rows_of_their_own(run_ranks, nodes, ranks_per_node):
     """Ranks that store sums and ranks that add them up name the same rows, counted here from the expert ids of all
     ranks."""
     run_ranks(_check_sums, nodes, ranks_per_node)
+
+
+def _check_most_sums(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = Case("most", topk=ranks_per_node, experts=1, static=True, local_combine=True, dtype=torch.float32)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        tokens, ctx = layer.config.max_tokens, layer.context
+        x = torch.randn(tokens, case.hidden, device=ctx.device)
+        # All tokens of each local rank go to all ranks of one node.
+        first = rank % ranks_per_node % nodes * ranks_per_node
+        ids = torch.arange(first, first + ranks_per_node, dtype=torch.int32, device=ctx.device).repeat(tokens, 1)
+        rows, _, desc = layer.dispatch(x, ids)
+        most = rows_of_sums(layer.config)
+        assert ctx.sizes.output_rows == most == nodes * ranks_per_node * tokens
+        assert sorted(desc.report[:, codes.REPORT_SUMS].tolist()) == [0, 0, most, most]
+        torch.testing.assert_close(layer.combine(rows, desc), ranks_per_node * x, rtol=0, atol=0)
+        layer.check()
+
+
+@pytest.mark.plain
+def test_static_layers_have_room_for_the_most_sums(run_ranks):
+    """Where every token that a rank may have to add up goes to all ranks of its node, they fill its combine buffer."""
+    run_ranks(_check_most_sums, 2, 2)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from triton_ep import EPConfig
-from triton_ep.context.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
+from triton_ep.context.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes, rows_of_sums
 from triton_ep.context.records import Report
 from triton_ep.kernels.device import buffers, codes
 from triton_ep.kernels.device.payload import MX, QUANTISE, WORDS, wire_of
@@ -98,6 +98,24 @@ def test_estimate_is_the_sum_of_aligned_buffers(capacity: int | None, local_worl
         assert 0 <= buffer.nbytes(sizes) - nbytes < ALIGN_BYTES
         total += buffer.nbytes(sizes)
     assert estimate_bytes(sizes) == total
+
+
+@pytest.mark.parametrize(
+    "changes, arrivals, sums",
+    [
+        ({"world_size": 8, "topk": 1}, 200, 200),  # twice the mean; at most there are 4 * 100 sums
+        ({"world_size": 8, "topk": 8}, 800, 800),
+        ({"world_size": 8, "topk": 1, "recv_capacity": 40}, 800, 400),
+        ({"local_world_size": 4}, 400, 300),
+    ],
+)
+def test_sums_have_as_many_rows_as_arrive_or_all_that_there_can_be(changes: dict, arrivals: int, sums: int) -> None:
+    """A sum belongs to a token and a rank, like a row that arrives; static layers have room for the most of both."""
+    config = _config(enable_local_combine=True, **changes)
+    sizes = initial_sizes(config)
+    assert (sizes.arrival_rows, sizes.output_rows) == (arrivals, sums)
+    assert sums <= rows_of_sums(config)
+    assert config.recv_capacity is None or sums == rows_of_sums(config)
 
 
 def test_one_node_needs_no_network_buffers() -> None:

@@ -114,6 +114,13 @@ def test_static_worst_case_is_what_an_exact_exchange_may_grow_to() -> None:
     assert _report("--ranks", "8", "--capacity", "worst").total == _report("--ranks", "8").most
 
 
+def test_sums_begin_with_as_many_rows_as_arrive() -> None:
+    """With several nodes; an exact exchange may grow to what a static one takes for the worst case."""
+    exact = _report("--ranks", "64", "--enable-local-combine")
+    assert exact.buffers["dispatch_output_buf"] == exact.buffers["stage_x"]
+    assert exact.most == _report("--ranks", "64", "--enable-local-combine", "--capacity", "worst").total
+
+
 def test_json_and_page_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """JSON and page have the same numbers."""
     assert main(["memory", "--ranks", "64", "--json"]) == 0

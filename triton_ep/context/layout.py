@@ -41,6 +41,7 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
         ("expert_offsets", experts_per_rank + 1),
         ("num_recv", experts_per_rank),
         ("overflow", 1),
+        ("first_arrivals", num_ranks),
         ("tokens_from_node", num_nodes),
         ("row", _fours(num_experts + num_ranks + num_nodes) + TAIL_WORDS),
         ("step_rows", PARTS * ranks_per_node),
@@ -369,8 +370,8 @@ BUFFERS: tuple[Buffer, ...] = (
 
 
 def rows_of_sums(config: EPConfig) -> int:
-    """Rows of a combine buffer for sums: of the tokens of one rank of each node, one per rank of this node that a token
-    goes to."""
+    """Most rows of a combine buffer for sums: of all tokens of one rank of each node, one per rank of this node that a
+    token goes to."""
     return config.num_nodes * min(config.topk, config.local_world_size) * config.max_tokens
 
 
@@ -394,8 +395,10 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
 
 
 def sizes_of(config: EPConfig, arrival_rows: int, output_rows: int) -> Sizes:
-    """Sizes with room for these staging rows, and for the rows that combine reads: output rows, or sums."""
-    return Sizes(config, arrival_rows, rows_of_sums(config) if config.enable_local_combine else output_rows)
+    """Sizes with room for these staging rows, and for the rows that combine reads: output rows, or as many sums as
+    staging rows, because all ranks together have as many of either."""
+    summed = min(arrival_rows, rows_of_sums(config))
+    return Sizes(config, arrival_rows, summed if config.enable_local_combine else output_rows)
 
 
 def blocks(config: EPConfig) -> Mapping[str, tuple[str, ...]]:

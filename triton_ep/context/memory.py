@@ -113,7 +113,9 @@ class SymmetricBuffers:
         if arrival_rows > staged:
             staged = min(arrival_rows + arrival_rows // 4, self.config.world_size * self.config.max_tokens)
         if output_rows > output:
-            output = output_rows + (output_rows // 4 if output_rows != layout.rows_of_sums(self.config) else 0)
+            output = output_rows + output_rows // 4
+            if output_rows <= (most := layout.rows_of_sums(self.config)):
+                output = min(output, most)
         if (staged, output) == (self.sizes.arrival_rows, self.sizes.output_rows):
             return self.sizes
         return layout.Sizes(self.config, staged, output)

@@ -21,8 +21,8 @@ class Report(NamedTuple):
     Two ranks of two experts each, one expert per token: rank 0 sends its tokens to the experts 0, 2, 3, rank 1 to 2, 1.
     Both send weights, and their hosts read (HOST_WEIGHTS | HOST_READS = 130). Rank 1, with experts 2 and 3, has
 
-        Report(rows=2, arrivals=2, tokens=3, bad_entry=0, bad_id=0, host_word=130, first_arrival=0, arrivals_here=2)
-        Report(rows=3, arrivals=3, tokens=2, bad_entry=0, bad_id=0, host_word=130, first_arrival=2, arrivals_here=1)
+        Report(rows=2, arrivals=2, tokens=3, bad_entry=0, bad_id=0, host_word=130, sums=3, arrivals_here=2)
+        Report(rows=3, arrivals=3, tokens=2, bad_entry=0, bad_id=0, host_word=130, sums=2, arrivals_here=1)
 
     Attributes:
         rows: output rows of that rank, padding included.
@@ -31,8 +31,8 @@ class Report(NamedTuple):
         bad_entry: 1 + index of its first illegal expert id among its T * K; 0 = none.
         bad_id: that id.
         host_word: HOST_* of its call.
-        first_arrival: first staging row on this rank for tokens of that rank.
-        arrivals_here: number of these rows.
+        sums: rows of sums in its combine buffer.
+        arrivals_here: staging rows on this rank for tokens of that rank.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class Report(NamedTuple):
     bad_entry: int
     bad_id: int
     host_word: int
-    first_arrival: int
+    sums: int
     arrivals_here: int
 
     @property

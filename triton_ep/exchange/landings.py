@@ -19,7 +19,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
-from triton_ep.context.layout import Sizes, rows_of_sums
+from triton_ep.context.layout import Sizes
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.context.rows import RowFormat
@@ -49,11 +49,11 @@ class Landing(ABC, Generic[Received]):
 
     @abstractmethod
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Staging rows and output rows for which all ranks must have room."""
+        """Staging rows, and rows that combine reads, for which all ranks must have room."""
 
     @abstractmethod
-    def limits(self, sizes: Sizes) -> tuple[int, int]:
-        """Most staging rows and most output rows of a rank for which buffers of these sizes have the `room`."""
+    def limits(self, sizes: Sizes) -> tuple[int, int, int]:
+        """Most staging rows, output rows and sums of a rank for which buffers of these sizes have the `room`."""
 
     @abstractmethod
     def make(self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool) -> Received:
@@ -100,14 +100,15 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         return report.rows
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """With local combine buffers have room for all sums from the start, else combine reads the output rows."""
+        """With local combine, combine reads sums, else the output rows."""
         staged = max(report.arrivals for report in reports)
-        rows = max(report.rows for report in reports)
-        return staged, 0 if config.enable_local_combine else rows
+        return staged, max(report.sums if config.enable_local_combine else report.rows for report in reports)
 
-    def limits(self, sizes: Sizes) -> tuple[int, int]:
+    def limits(self, sizes: Sizes) -> tuple[int, int, int]:
         """As `room`."""
-        return sizes.arrival_rows, NO_LIMIT if sizes.config.enable_local_combine else sizes.output_rows
+        if sizes.config.enable_local_combine:
+            return sizes.arrival_rows, NO_LIMIT, sizes.output_rows
+        return sizes.arrival_rows, sizes.output_rows, NO_LIMIT
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
@@ -187,13 +188,12 @@ class Deduplicated(Landing[compact_ops.Compact]):
         return report.arrivals
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine reads sums. Without local combine, the first call makes room for them: for all, once and for all."""
-        staged = max(report.arrivals for report in reports)
-        return staged, rows_of_sums(config) if staged else 0
+        """Combine reads sums."""
+        return max(report.arrivals for report in reports), max(report.sums for report in reports)
 
-    def limits(self, sizes: Sizes) -> tuple[int, int]:
+    def limits(self, sizes: Sizes) -> tuple[int, int, int]:
         """As `room`."""
-        return sizes.arrival_rows if sizes.output_rows >= rows_of_sums(sizes.config) else 0, NO_LIMIT
+        return sizes.arrival_rows, NO_LIMIT, sizes.output_rows
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool

@@ -88,7 +88,7 @@ def exchange_splits(
     host_word: int,
     bad_scatter: torch.Tensor | None = None,
     routed: torch.Tensor | None = None,
-    room: tuple[int, int] | None = None,
+    room: tuple[int, int, int] | None = None,
     needed_tokens: int = 0,
     unpacked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -99,7 +99,8 @@ def exchange_splits(
     routing, topk_idx: from `prepare`.
     host_word: published unchanged, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
         dispatch that wrote `routed`.
-    room: staging rows and output rows for which there is room, if the host will read the counts; None: it will not.
+    room: staging rows, output rows and sums for which there is room, if the host will read the counts; None: it will
+        not.
     needed_tokens: token count that a rank reports when it has more tokens than the layer has room for and sends none.
     unpacked: rows [T, H] of the layer's dtype, and memory [T, bytes] uint8 in which the same kernel quantises them to
         MXFP8, packed as they travel.
@@ -107,7 +108,7 @@ def exchange_splits(
     Returns `placement`, int32 (kernels/device/tables.py).
     """
     cfg, sizes = ctx.config, ctx.sizes
-    arrival_room, output_room = (0, 0) if room is None else room
+    arrival_room, output_room, sum_room = (0, 0, 0) if room is None else room
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
     chunks = routing.num_chunks
     first_packing = chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS)
@@ -139,6 +140,7 @@ def exchange_splits(
         read_number=0 if room is None else ctx.host_read.begin(),
         arrival_room=arrival_room,
         output_room=output_room,
+        sum_room=sum_room,
         unpacked_ptr=rows,
         packed_ptr=packed,
         num_blocks=num_blocks,
