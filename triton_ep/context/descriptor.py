@@ -34,7 +34,7 @@ class EPAllToAllLayoutDesc:
     Attributes:
         num_dispatch_token_cur_rank: T.
         num_recv_rows: rows of `recv_x`: received rows with padding (exact), or the capacity (static).
-        entries: [F, T, K] int32, F = 7 or 8 fields of every (token, k); low latency: [1, T, K], the ids only.
+        entries: [F, T, K] int32, F = 6 or 7 fields of every (token, k); low latency: [1, T, K], the ids only.
         placement: int32, facts about this rank from the splits of all ranks; see the properties below. Low
             latency: only up to `overflow`, and of the report only tokens, host words and this rank's rows.
         shape: (W, LW, e), ranks, ranks per node, local experts; determines the parts of `placement`.
@@ -43,7 +43,7 @@ class EPAllToAllLayoutDesc:
             the descriptor. Kernels compare the epoch of the device instead, which replays of a graph advance as well.
         forward: [2, N, M, K] int32, targets of the tokens that this rank forwards for other nodes, by node and slot:
             ranks, and rows there, in k order, -1 = dropped; with `enable_local_combine` the ranks of this node that
-            a token goes to, and its staging rows there, then -1. None with one node.
+            a token goes to, and rows of their sums here, then -1. None with one node.
         send_reqs_recv_tensor: None; the protocol has no ranges of tokens.
         skipped_token_mapping_indices: None; the next field maps a token to its rows.
         skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of each received token, -1 = none; only
