@@ -8,8 +8,8 @@ rows padded to 16 without local combine (...-permuted); -fp8 means one byte per 
 hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
 by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare
 and finalize in the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
-graphs, so they have no host time; both sides quantise one-byte rows in the measured time; with -early the weights
-travel with the rows.
+graphs, so they have no host time; both sides quantise one-byte rows in the measured time. There both sides send the
+weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both send them with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
 lines compare the times in which kernels run, and the host times of calls that are not captured.
 Columns and method: docs/benchmarks/README.md.

@@ -1,6 +1,7 @@
 """Low-latency calls of deep_ep.Buffer, of vLLM's batched format and of the layer (bench_doors.py).
 
-Each is captured ten times in a CUDA graph.
+Each is captured ten times in a CUDA graph. Both sides send the weights of tokens, [T, K], within combine; with "-early"
+both send them with the rows, as vLLM's format does.
 """
 
 from __future__ import annotations
@@ -83,13 +84,21 @@ class LowLatencyDoor:
             same("one-byte slabs", bytes_[expert, :count].view(torch.uint8), flat_bytes[rows].view(torch.uint8))
             same("slabs of scales", scales[expert, :count], flat_scales[rows].view(torch.float32))
         combined = buffer.low_latency_combine(slabs, idx, weights, handle)[0]
-        same("low-latency combine", combined, layer.combine(recv_x, desc, recv_weights))
+        bare_x, _, bare = layer.dispatch(x, idx)
+        assert isinstance(bare_x, torch.Tensor)
+        same("low-latency combine", combined, layer.combine(bare_x, bare, weights))
         # The same, but weights travel with the rows.
         early: dict[str, Any] = {"use_fp8": False, "topk_weights": weights}
         brought = buffer.low_latency_dispatch(x, idx, tokens, experts, **early)[2]
         same("combine by early weights", buffer.low_latency_combine(slabs, idx, weights, brought)[0], combined)
+        same("the layer's combine by early weights", layer.combine(recv_x, desc, recv_weights), combined)
 
         def layer_round() -> torch.Tensor:
+            rows, _, made = layer.dispatch(x, idx)
+            assert isinstance(rows, torch.Tensor)
+            return layer.combine(rows, made, weights)
+
+        def layer_early_round() -> torch.Tensor:
             rows, with_rows, made = layer.dispatch(x, idx, weights)
             assert isinstance(rows, torch.Tensor)
             return layer.combine(rows, made, with_rows)
@@ -120,15 +129,15 @@ class LowLatencyDoor:
             ("dispatch", "deep_ep", kind): lambda: buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=False),
             ("dispatch", "triton_ep", f"{kind}-fp8"): lambda: one_byte.dispatch_scaled(*quantised(), idx),
             ("dispatch", "deep_ep", f"{kind}-fp8"): lambda: buffer.low_latency_dispatch(x, idx, tokens, experts),
-            ("combine", "triton_ep", kind): lambda: layer.combine(recv_x, desc, recv_weights),
+            ("combine", "triton_ep", kind): lambda: layer.combine(bare_x, bare, weights),
             ("combine", "deep_ep", kind): lambda: buffer.low_latency_combine(slabs, idx, weights, handle),
             ("roundtrip", "triton_ep", kind): layer_round,
             ("roundtrip", "deep_ep", kind): door_round,
-            ("roundtrip", "vllm", kind): vllm_round,
             ("combine", "triton_ep", f"{kind}-early"): lambda: layer.combine(recv_x, desc, recv_weights),
             ("combine", "deep_ep", f"{kind}-early"): lambda: buffer.low_latency_combine(slabs, idx, weights, brought),
-            ("roundtrip", "triton_ep", f"{kind}-early"): layer_round,
+            ("roundtrip", "triton_ep", f"{kind}-early"): layer_early_round,
             ("roundtrip", "deep_ep", f"{kind}-early"): early_round,
+            ("roundtrip", "vllm", f"{kind}-early"): vllm_round,
         }
         self.calls = {name: call if INTERPRETING else _replayed(call) for name, call in self.eager.items()}
 

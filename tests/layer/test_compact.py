@@ -303,7 +303,8 @@ def test_rows_too_short_for_a_float32_name_a_size_that_is_not(run_ranks, hidden)
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and the ranks of each token, against a loop over entries."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
-    got = token_layout_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, token_layout_ops.ZeroCounts())
+    memory = token_layout_ops.LayoutMemory()
+    ranks, nodes, entries, in_rank = token_layout_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, memory)
     goes = torch.zeros(70, 8, dtype=torch.bool)
     experts = torch.zeros(24, dtype=torch.int32)
     for token, row in enumerate(work.topk_idx.tolist()):
@@ -311,18 +312,26 @@ def test_token_layout_counts_each_rank_once():
             if 0 <= expert < 24:
                 goes[token, expert // 3] = True
                 experts[expert] += 1
-    assert torch.equal(got.in_rank.cpu(), goes)
-    assert torch.equal(got.tokens_per_rank.cpu(), goes.sum(0).int())
-    assert torch.equal(got.tokens_per_node.cpu(), goes.view(70, 2, 4).any(2).sum(0).int())
-    assert torch.equal(got.entries_per_expert.cpu(), experts)
+    assert torch.equal(in_rank.cpu(), goes)
+    assert torch.equal(ranks.cpu(), goes.sum(0).int())
+    assert torch.equal(nodes.cpu(), goes.view(70, 2, 4).any(2).sum(0).int())
+    assert torch.equal(entries.cpu(), experts)
 
 
-def test_counts_start_from_zero():
-    """Every piece starts from zero and overlaps no other piece, even after many."""
-    zeros, device = token_layout_ops.ZeroCounts(), torch.device(DEVICE)
-    taken = [zeros.take(9, device).add_(number) for number in range(1, 150)]
-    assert [each.tolist() for each in taken] == [[number] * 12 for number in range(1, 150)]
-    assert all(each.data_ptr() % 16 == 0 for each in taken)
+def test_memory_of_layouts_is_handed_out_once():
+    """Every piece has counts that start from zero and overlaps no other piece, even after many, with more tokens."""
+    memory, device = token_layout_ops.LayoutMemory(), torch.device(DEVICE)
+    taken = [memory.take((2, 0, 7), 3 + number // 100, device) for number in range(150)]
+    for number, (_, ranks, nodes, experts, in_rank) in enumerate(taken, 1):
+        assert nodes.shape == (0,) and in_rank.shape == (3 + (number - 1) // 100, 2)
+        ranks.add_(number)
+        experts.sub_(number)
+        in_rank.view(torch.uint8).fill_(number)
+    for number, (counts, ranks, _, experts, in_rank) in enumerate(taken, 1):
+        assert counts.tolist() == [number] * 2 + [-number] * 7 == [*ranks.tolist(), *experts.tolist()]
+        assert bool((in_rank.view(torch.uint8) == number).all()) and in_rank.is_contiguous()
+        assert counts.data_ptr() % 16 == in_rank.data_ptr() % 16 == 0
+        assert ranks.is_contiguous() and experts.is_contiguous()
 
 
 def test_slabs_and_back():

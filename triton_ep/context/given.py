@@ -25,6 +25,10 @@ class Rows(NamedTuple):
         same = given.data.dtype == self.data.dtype
         return self.data if same else self.data.view(given.data.dtype), self.scale.view(given.scale.dtype)
 
+    def returned(self, received: Rows) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Received rows in the form of these, which were sent: a tensor, or a pair of rows and scales."""
+        return received.data if self.scale is None else received.like(self)
+
 
 class RoutingMap(NamedTuple):
     """Routing map of this rank's tokens, in place of expert ids [T, K] and weights [T, K].

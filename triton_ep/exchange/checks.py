@@ -14,6 +14,7 @@ import torch
 from triton_ep.config import MOST_ROWS, EPConfig, as_integer
 from triton_ep.context.calls import dispatch_name, of_calls
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, StaleHandleError
@@ -202,6 +203,18 @@ def _check_rows(
 
 
 check_dispatch, check_rows = _refusing(_check_dispatch), _refusing(_check_rows)
+
+
+@_refusing
+def check_map(cfg: EPConfig, device: torch.device, rows: Rows, given: RoutingMap) -> None:
+    """Raise InputError unless rows and their routing map, with a column per expert, fit the layer."""
+    _check_rows(cfg, device, rows.data, None, rows.scale)
+    shape = (rows.data.shape[0], cfg.num_experts)
+    if shape[0] > cfg.max_tokens:
+        check_num_tokens(cfg, shape[0])
+    _check_tensor(device, "routing_map", given.routed, shape, (torch.bool,))
+    if given.probs is not None:
+        _check_tensor(device, "probs", given.probs, shape, (torch.float32,))
 
 
 def check_scaled_layer(cfg: EPConfig, again: bool) -> None:

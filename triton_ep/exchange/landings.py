@@ -168,6 +168,8 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 """Expert-major landings by the `landing` of a dispatch."""
+WITH_COPIES = ExpertMajor(keep_copies=True)
+"""The expert-major landing of integrations, whose handles describe the rows."""
 
 
 @dataclass(slots=True)
@@ -222,6 +224,10 @@ class Deduplicated(Landing[compact_ops.Compact]):
     ) -> None:
         """Wait, and copy each row to the output as it is."""
         compact_ops.receive(ctx, fmt, received, placement, own, side)
+
+
+COMPACT = {dtype: Deduplicated(dtype) for dtype in (torch.int32, torch.int64)}
+"""Compact landings by the dtype of expert ids."""
 
 
 class Ahead(NamedTuple):

@@ -16,6 +16,8 @@ from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS
 
+_MAP_TOKENS = compact.map_slots_tokens(INTERPRETING)  # of a program
+
 
 class Routing(NamedTuple):
     """Tables of one dispatch (kernels/device/tables.py).
@@ -156,7 +158,7 @@ def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor,
     num_tokens, num_experts = given.routed.shape
     kind = (given.probs is not None, given.excess is not None)
     ctx.launcher(("map_slots", *kind), compact.map_slots, *kind).launch(
-        -(-num_tokens // compact.map_slots_tokens(INTERPRETING)),
+        -(-num_tokens // _MAP_TOKENS),
         map_ptr=given.routed.view(torch.uint8) if INTERPRETING else given.routed,
         # If None: pointers of the right type, not read.
         probs_ptr=ctx.no_floats if given.probs is None else given.probs,

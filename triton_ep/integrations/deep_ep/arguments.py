@@ -42,10 +42,17 @@ def check_counts(num_tokens_per_expert: Any, expert_alignment: Any) -> int:
             "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length is the "
             "number of experts, and topk_idx or is_token_in_rank."
         )
-    check.integer("expert_alignment", expert_alignment, 1)
+    if type(expert_alignment) is not int or expert_alignment < 1:
+        check.integer("expert_alignment", expert_alignment, 1)
     if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
         raise InputError(f"num_tokens_per_expert must be int32 or int64, got {num_tokens_per_expert.dtype}.")
     return num_tokens_per_expert.shape[0]
+
+
+def aligned(counts: list[int], expert_alignment: Any) -> list[int]:
+    """The counts, each rounded up to a multiple of `expert_alignment`."""
+    align = int(expert_alignment)
+    return counts if align == 1 else [-(-count // align) * align for count in counts]
 
 
 def sum_of_counts(num_tokens_per_expert: torch.Tensor, group: Any) -> list[int]:

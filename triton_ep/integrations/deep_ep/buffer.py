@@ -22,9 +22,12 @@ from triton_ep.errors import (
 )
 from triton_ep.exchange import steps
 from triton_ep.exchange.checks import check_out
-from triton_ep.exchange.landings import CompactRows
+from triton_ep.exchange.landings import COMPACT, CompactRows
+from triton_ep.exchange.request import Sent
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import (
+    aligned,
     biases_of,
     check_counts,
     check_ids,
@@ -34,12 +37,13 @@ from triton_ep.integrations.deep_ep.arguments import (
     same_elements,
     sum_of_counts,
 )
-from triton_ep.integrations.deep_ep.config import Config, longest_row, low_latency_bytes
+from triton_ep.integrations.deep_ep.config import Config, check_room, longest_row, low_latency_bytes
 from triton_ep.integrations.deep_ep.fp8 import (
     QuantizedRows,
     check_hidden,
     check_quantizable,
     quantized,
+    sendable,
 )
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import layers_of, report_refusal, room_for
@@ -48,7 +52,8 @@ from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.token_layout import ZeroCounts, token_layout
+from triton_ep.ops.compact import Compact
+from triton_ep.ops.token_layout import LayoutMemory, token_layout
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
@@ -113,7 +118,7 @@ class Buffer:
         self.group = group
         self._pool = layers_of(group)
         self._timeout_s = timeout_s
-        self._zeros = ZeroCounts()
+        self._layouts = LayoutMemory()
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.longest_row = longest_row(num_nvl_bytes, self.group_size)
@@ -134,6 +139,10 @@ class Buffer:
     def is_open(self) -> bool:
         """False after `destroy`."""
         return not self._closed
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the buffer is open, and the rows x [T, H] are short enough for it."""
+        return not self._closed and x.dim() == 2 and x.shape[1] * max(x.element_size(), 2) <= self.longest_row
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -208,12 +217,12 @@ class Buffer:
         num_experts = check.integer("num_experts", num_experts, 1)
         if num_experts % self.group_size:
             raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
-        order_of(previous_event, False)
+        if previous_event is not None:
+            order_of(previous_event, False)
         per_node = self._pool.ranks_per_node
-        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._zeros)
-        nodes = None if per_node == self.group_size else found.tokens_per_node
+        ranks, nodes, experts, in_rank = token_layout(topk_idx, num_experts, self.group_size, per_node, self._layouts)
         event = Buffer.capture() if async_finish else EventOverlap()
-        return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event
+        return ranks, None if per_node == self.group_size else nodes, experts, in_rank, event
 
     def dispatch(
         self,
@@ -265,6 +274,14 @@ class Buffer:
             FinalizedError: after `destroy`.
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
+        plain = handle is config is previous_event is None and async_finish is False and topk_idx is not None
+        if plain and type(num_worst_tokens) is int and not num_worst_tokens:
+            experts = check_counts(num_tokens_per_expert, expert_alignment)
+            found = self.dispatch_at_once(x, topk_idx, topk_weights, experts)
+            if found is not None:
+                rows, counts = found[0].received, aligned(list(found[0].host_counts or ()), expert_alignment)
+                recv_x = Rows(*x).returned(Rows(rows.x, rows.scale)) if type(x) is tuple else rows.x
+                return recv_x, rows.topk_idx, rows.topk_weights, counts, found[1], EventOverlap()
         self._check_open()
         if handle is not None:
             pair = self._check_rows(x)
@@ -287,7 +304,7 @@ class Buffer:
             pair = self._check_rows(x)
             num_tokens = (x if pair is None else pair.data).shape[0]
             ids = ids_of_ranks(is_token_in_rank, num_tokens, self.group_size, num_experts)
-        rows, made = self.dispatch_rows(
+        received, made = self.dispatch_rows(
             x,
             ids,
             topk_weights,
@@ -297,16 +314,37 @@ class Buffer:
             previous_event=previous_event,
             async_finish=async_finish,
         )
-        counts = rows.num_recv_tokens_per_expert or []
+        counts = received.num_recv_tokens_per_expert or []
         if topk_idx is None and counts and num_tokens_per_expert is not None:
             counts = sum_of_counts(num_tokens_per_expert, self.group)
-        aligned = counts
-        align = int(expert_alignment)
-        if align != 1:
-            aligned = [-(-count // align) * align for count in counts]
-        recv_idx = None if topk_idx is None else rows.topk_idx
-        arrived = rows.x if rows.scale is None else (rows.x, rows.scale)
-        return arrived, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
+        recv_idx = None if topk_idx is None else received.topk_idx
+        arrived = received.x if received.scale is None else (received.x, received.scale)
+        counts = aligned(counts, expert_alignment)
+        return arrived, recv_idx, received.topk_weights, counts, made, to_overlap(received.event)
+
+    def dispatch_at_once(
+        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int
+    ) -> tuple[Sent[Compact], DispatchHandle] | None:
+        """`dispatch_rows` on the layer of an earlier call, with no other check than the layer's.
+
+        None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
+        """
+        given = sendable(x)
+        landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2 else None
+        if given is None or landing is None:
+            return None
+        rows, dtype = given
+        kind = (rows.data.shape[1], topk_idx.shape[1], num_experts, dtype, Buffer.num_sms)
+        layer = self._pool.found.get((self._number, Buffer.budgeted, kind))
+        if layer is None:
+            return None
+        self._latest = layer
+        try:
+            sent = at_once.dispatch(layer, rows, topk_idx, topk_weights, landing)
+        except CapacityError as error:
+            self._grow(kind, error)
+            return None
+        return None if sent is None else (sent, DispatchHandle(layer, sent.desc))
 
     def dispatch_rows(
         self,
@@ -336,7 +374,7 @@ class Buffer:
         # combine of quantised rows takes bfloat16 rows, so their layer has bfloat16 rows.
         dtype = torch.bfloat16 if pair is not None else data.dtype
         kind = (data.shape[1], topk_idx.shape[1], num_experts, dtype, num_sm)
-        layer = self._pool.found.get((self._number, Buffer.budgeted, *kind))
+        layer = self._pool.found.get((self._number, Buffer.budgeted, kind))
         if layer is None:
             layer = self._layer(kind, room_for(data.shape[0]))
         order = {} if pair is not None else order_of(previous_event, async_finish)
@@ -353,9 +391,7 @@ class Buffer:
                     call = partial(layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_rows)
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
-                # All ranks raise the same error before any row is sent.
-                self._pool.outgrow(self._sizes(*kind))
-                layer = self._layer(kind, room_for(error.needed_tokens + error.needed_tokens // 4))
+                layer = self._grow(kind, error)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 
@@ -389,6 +425,8 @@ class Buffer:
         self._check_open()
         layer, desc = self._layer_of(handle), handle.layout_desc
         check.tensor("x", x, 2)
+        if topk_weights is bias is previous_event is None and async_finish is False:
+            return at_once.combine(layer, x, desc), None, EventOverlap()
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         order = order_of(previous_event, async_finish)
         result: Any = layer.combine(x, desc, None, bias=biases, **order)
@@ -710,17 +748,7 @@ class Buffer:
 
     def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
         self._check_open()
-        max_tokens = check.integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
-        hidden = check.integer("hidden", hidden, 1)
-        if not self.low_latency_mode:
-            raise ConfigError("low-latency calls need low_latency_mode=True. Create such a Buffer on all ranks.")
-        needed = low_latency_bytes(max_tokens, hidden, self.group_size)
-        if self.num_rdma_bytes < needed:
-            raise ConfigError(
-                f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, but this Buffer has "
-                f"num_rdma_bytes={self.num_rdma_bytes}. Create one with the size that "
-                "get_low_latency_rdma_size_hint returns."
-            )
+        check_room(self.low_latency_mode, self.num_rdma_bytes, max_tokens, hidden, self.group_size)
 
     def _check_open(self) -> None:
         """Raise if the buffer was destroyed."""
@@ -732,8 +760,13 @@ class Buffer:
     def _layer(self, kind: tuple[int, int, int, torch.dtype, int], room: int) -> EPAll2AllLayer:
         """The layer for rows of these `_sizes`; room: tokens of this rank, for a layer still to be created."""
         layer = self._pool.get(self._sizes(*kind), room, self._number)
-        self._pool.found[self._number, Buffer.budgeted, *kind] = layer
+        self._pool.found[self._number, Buffer.budgeted, kind] = layer
         return layer
+
+    def _grow(self, kind: tuple[int, int, int, torch.dtype, int], error: CapacityError) -> EPAll2AllLayer:
+        """The layer that replaces one of this `kind`. All ranks raise the same error before any row is sent."""
+        self._pool.outgrow(self._sizes(*kind))
+        return self._layer(kind, room_for(error.needed_tokens + error.needed_tokens // 4))
 
     def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
         # In one node this only changes the number of rows to reserve: a token has fewer ranks than experts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from triton_ep.errors import ConfigError
 from triton_ep.integrations.arguments import integer
@@ -57,3 +58,22 @@ def longest_row(num_nvl_bytes: int, num_ranks: int) -> int:
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int) -> int:
     """Bytes of received bf16 rows and of partial sums on a rank, double-buffered."""
     return 2 * 2 * num_ranks * max_tokens * hidden * 2
+
+
+def check_room(low_latency_mode: bool, num_rdma_bytes: int, max_tokens: Any, hidden: Any, num_ranks: int) -> None:
+    """Raise unless a buffer with these two arguments serves low-latency calls of these sizes.
+
+    Raises:
+        InputError: sizes that are no sizes.
+        ConfigError: another mode, or too few bytes.
+    """
+    max_tokens = integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+    hidden = integer("hidden", hidden, 1)
+    if not low_latency_mode:
+        raise ConfigError("low-latency calls need low_latency_mode=True. Create such a Buffer on all ranks.")
+    needed = low_latency_bytes(max_tokens, hidden, num_ranks)
+    if num_rdma_bytes < needed:
+        raise ConfigError(
+            f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, but this Buffer has "
+            f"num_rdma_bytes={num_rdma_bytes}. Create one with the size that get_low_latency_rdma_size_hint returns."
+        )

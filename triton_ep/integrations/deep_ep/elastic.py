@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from operator import sub
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -12,14 +13,19 @@ import torch.distributed as dist
 
 from triton_ep.config import EPConfig
 from triton_ep.context.choice import choose, default_num_sm
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.context.overlap import EPEvent
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, FinalizedError, InputError, StaleHandleError
+from triton_ep.exchange.landings import COMPACT, WITH_COPIES
 from triton_ep.exchange.slots import to_slots
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.elastic_rows import ElasticRows
+from triton_ep.integrations.deep_ep.fp8 import sendable
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
@@ -309,6 +315,17 @@ class ElasticBuffer:
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
         self._check_open()
+        plain = previous_event is previous_event_before_epilogue is cumulative_local_expert_recv_stats is None
+        if plain and async_with_compute_stream is use_tma_aligned_col_major_sf is False:
+            found: Dispatched | None = None
+            if handle is None:
+                sizes = num_experts, num_max_tokens_per_rank, expert_alignment, num_sms
+                modes = do_expand, True if do_cpu_sync is None else do_cpu_sync, do_handle_copy
+                found = self._at_once(x, topk_idx, topk_weights, sizes, modes)
+            elif topk_idx is topk_weights is do_cpu_sync is num_experts is num_max_tokens_per_rank is None:
+                found = None if expert_alignment is not None else self._again_at_once(x, handle, do_expand)
+            if found is not None:
+                return found
         rows = ElasticRows.of(x)
         do_expand = check.flag("do_expand", do_expand)
         column_major = check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
@@ -393,6 +410,9 @@ class ElasticBuffer:
         self._check_handle(handle)
         layer, desc = handle.layer, handle.layout_desc
         x = check.tensor("x", x, 2).contiguous()
+        plain = topk_weights is bias is previous_event is previous_event_before_epilogue is None
+        if plain and async_with_compute_stream is False:
+            return at_once.combine(layer, x, desc), None, EventOverlap()
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         shape = (desc.num_recv_rows,) if handle.do_expand else (desc.num_recv_rows, layer.config.topk)
         if topk_weights is not None:
@@ -413,6 +433,64 @@ class ElasticBuffer:
         tensors = (x, topk_weights, desc, *biases)
         (out, weights), event = self._run(layer, bring_back, tensors, async_with_compute_stream)
         return out, weights, to_overlap(event)
+
+    def _at_once(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        sizes: tuple[Any, Any, Any, Any],
+        modes: tuple[Any, Any, Any],
+    ) -> Dispatched | None:
+        """A dispatch for which the host waits, on the layer of an earlier call, with no other check than the layer's.
+
+        sizes: arguments of `_call` between ids and modes. modes: the last three fields of `_Call`.
+
+        None: nothing was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
+        """
+        given, (num_experts, most, alignment, num_sms) = sendable(x), sizes
+        most = self.num_max_tokens_per_rank if most is None else most
+        alignment = 1 if alignment is None else alignment
+        known = type(num_experts) is type(most) is type(alignment) is type(num_sms) is int and modes[1] is True
+        if not known or type(modes[0]) is not bool or type(modes[2]) is not bool or given is None:
+            return None
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or given[0].data.shape[0] > most:
+            return None
+        call, (rows, dtype) = _Call(topk_idx, num_experts, most, alignment, num_sms, *modes), given
+        layer = self._pool.found.get((self._user, rows.data.shape[1], dtype, topk_idx.shape[1], *call[1:-1]))
+        if layer is None:
+            return None
+        self._latest = layer
+        if call.do_expand:
+            expanded = at_once.dispatch(layer, rows, topk_idx, topk_weights, WITH_COPIES)
+            if expanded is None:
+                return None
+            arrived, weights, copies = expanded.received
+            made = self._handle(layer, call, expanded.desc, copies, _rows_of_experts(expanded.desc))
+            return rows.returned(arrived), None, weights, made, EventOverlap()
+        landing = COMPACT.get(topk_idx.dtype)
+        sent = None if landing is None else at_once.dispatch(layer, rows, topk_idx, topk_weights, landing)
+        if sent is None or sent.received.topk_idx is None:
+            return None
+        ids, counts = sent.received.topk_idx, None if sent.host_counts is None else list(sent.host_counts)
+        made = self._handle(layer, call, sent.desc, None, None if counts is None else _rounded(counts, call))
+        made.recv_topk_idx = ids.clone() if call.keeps_copies else ids
+        arrived = Rows(sent.received.x, sent.received.scale)
+        return rows.returned(arrived), ids, sent.received.topk_weights, made, EventOverlap()
+
+    def _again_at_once(self, x: Any, handle: EPHandle, do_expand: Any) -> Dispatched | None:
+        """A dispatch of plain rows with a handle and nothing else; None: nothing was sent, make the full call."""
+        self._check_handle(handle)
+        layer, desc = handle.layer, handle.layout_desc
+        if do_expand is not handle.do_expand or not isinstance(x, torch.Tensor) or not x.is_contiguous():
+            return None
+        if x.dim() != 2 or (x.shape[1], x.dtype) != (layer.config.hidden, layer.config.token_dtype):
+            return None
+        if do_expand:
+            return layer.dispatch_again(x, desc)[0], None, None, handle, EventOverlap()
+        assert handle.recv_topk_idx is not None, "rows of tokens have ids"
+        recv_x, _ = layer.dispatch_compact_again(x, desc)
+        return recv_x, handle.recv_topk_idx.clone(), None, handle, EventOverlap()
 
     # --- layers and checks ------------------------------------------------------------------------------
 
@@ -541,9 +619,7 @@ class ElasticBuffer:
         column_major: bool,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle]:
         recv, recv_weights, desc, copies = rows.sent.dispatch(layer, call.topk_idx, weights)
-        offsets = desc.host_expert_offsets
-        counts = None if offsets is None else [end - start for start, end in itertools.pairwise(offsets)]
-        made = self._handle(layer, call, desc, copies, counts)
+        made = self._handle(layer, call, desc, copies, _rows_of_experts(desc))
         return rows.arrived(recv, column_major), None, recv_weights, made
 
     def _handle(
@@ -594,12 +670,14 @@ class ElasticBuffer:
             raise StaleHandleError(f"handle must come from dispatch, got {type(handle).__name__}.")
         if handle.layer.context.group is not self.group:
             raise StaleHandleError("the handle belongs to another group. Pass one of this buffer's group.")
+        self._latest = handle.layer
+        if do_expand is None:
+            return
         for name, value in (("do_expand", do_expand), *given):
             if value is not None and value != getattr(handle, name):
                 raise InputError(
                     f"{name} is {check.shown(value)}, but the handle has {getattr(handle, name)}. Pass the same."
                 )
-        self._latest = handle.layer
 
 
 def _again(
@@ -618,6 +696,12 @@ def _again(
 def _count(stats: torch.Tensor | None, handle: EPHandle) -> None:
     if stats is not None:
         stats.add_(handle.layout_desc.num_recv_tokens_per_expert)
+
+
+def _rows_of_experts(desc: EPAllToAllLayoutDesc) -> list[int] | None:
+    """Rows of each local expert, padding included; None: the host has not read them."""
+    offsets = desc.host_expert_offsets
+    return None if offsets is None else list(map(sub, offsets[1:], offsets))
 
 
 def _rounded(counts: list[int], call: _Call) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import InputError
 from triton_ep.exchange.landings import CompactRows
@@ -17,6 +18,8 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.channel_scales import CHANNELS, quantize_channels
 from triton_ep.ops.strides import view_as
 
+SCALE_DTYPES = (torch.float32, torch.int32)
+"""Dtypes of scales, one to a word: float32, or their bits."""
 _Result = TypeVar("_Result")
 
 
@@ -58,6 +61,21 @@ def quantized(
     return data, x.new_empty((x.shape[0], x.shape[1] // 32), dtype=torch.uint8)
 
 
+def sendable(x: Any) -> tuple[Rows, torch.dtype] | None:
+    """The argument `x` of a dispatch as the rows that a layer sends, and the dtype of that layer's rows.
+
+    None: `x` is no such argument, or must be copied first. The layer checks everything else about these rows.
+    """
+    if isinstance(x, torch.Tensor):
+        return (Rows(x), x.dtype) if x.dim() == 2 else None
+    data, scales = x if type(x) is tuple and len(x) == 2 else (None, None)
+    if not isinstance(data, torch.Tensor) or not isinstance(scales, torch.Tensor):
+        return None
+    if data.dim() != 2 or data.dtype != torch.float8_e4m3fn or scales.dtype not in SCALE_DTYPES:
+        return None
+    return Rows(data, scales), torch.bfloat16  # combine of quantised rows takes bfloat16 rows
+
+
 class QuantizedRows(NamedTuple):
     """Rows that the caller has quantised, with their scales.
 
@@ -92,7 +110,7 @@ class QuantizedRows(NamedTuple):
         if hidden % CHANNELS:
             raise InputError(f"quantised rows have {hidden} values; pad them to a multiple of {CHANNELS}.")
         words, shape, kind = hidden // CHANNELS, scales.shape, scales.dtype
-        one_per_word = shape[1] == words and kind in (torch.float32, torch.int32)
+        one_per_word = shape[1] == words and kind in SCALE_DTYPES
         four_per_word = 4 * shape[1] == words and kind == torch.int32
         if shape[0] != rows or not (one_per_word or four_per_word):
             raise InputError(

@@ -17,7 +17,7 @@ def _nothing() -> None:
     """None: value of an item that only DeepEP's transport needs."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: a frozen class sets attributes more slowly, and every call creates one
 class DispatchHandle(LazyItems):
     """State of a dispatch that its combine, and later dispatches with the same routing, need.
 
@@ -73,7 +73,7 @@ class DispatchHandle(LazyItems):
         return counts.cumsum(0, dtype=torch.int32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowLatencyHandle(LazyItems):
     """State of a low-latency dispatch that its combine needs. The handle and its items are valid after the hook ran.
 

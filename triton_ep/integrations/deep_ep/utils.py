@@ -33,13 +33,14 @@ class EventOverlap:
         extra_tensors: tensors to keep alive as long as this object.
     """
 
+    _hook: Callable[[], Any] | None = None
+    _release_on_exit = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         if event is not None and not isinstance(event, EventHandle):
             raise InputError(f"event must be an EventHandle or None, got {type(event).__name__}.")
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hook: Callable[[], Any] | None = None
-        self._release_on_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Make the current stream wait for the event, if any, and run the hook of `register_hook_after_wait` once.

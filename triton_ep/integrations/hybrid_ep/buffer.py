@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.exchange.slots import needed_slots, to_slots
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations import at_once
 from triton_ep.integrations.hybrid_ep import arguments as checks
 from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
 from triton_ep.integrations.hybrid_ep.routing import AgreedSizes, CallMode, GivenRouting
-from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer
+from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer, sendable
 from triton_ep.layer import EPAll2AllLayer
 
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
@@ -188,10 +190,17 @@ class HybridEPBuffer:
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         if handle is not None:
-            checks.check_numbers({"pad_multiple": pad_multiple, "num_permuted_tokens": num_permuted_tokens})
+            if pad_multiple is not None or num_permuted_tokens is not None:
+                checks.check_numbers({"pad_multiple": pad_multiple, "num_permuted_tokens": num_permuted_tokens})
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         sizes = (num_of_experts_per_rank, num_of_experts)
+        if num_permuted_tokens is num_of_tokens_per_rank is None and non_blocking is False:
+            sent_as = sendable(hidden, scaling_factor, self.use_fp8, use_fp8)
+            table = (routing_map, topk_idx, probs, topk_weights)
+            found = None if sent_as is None else self._permuted_at_once(*sent_as, table, pad_multiple, sizes)
+            if found is not None:
+                return found
         given = GivenRouting(routing_map, topk_idx, probs, topk_weights)
         mode = CallMode(num_permuted_tokens is not None, non_blocking is True)
         try:
@@ -224,9 +233,39 @@ class HybridEPBuffer:
         sent, dropped = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
         layer, (recv_x, scales), recv_probs, desc, copies = sent
         counts = _counts(desc, non_blocking)
-        routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
         overflow = None if dropped is None else desc.overflow + dropped
-        return recv_x, recv_probs, scales, counts, Handle(routing, hidden.shape[0], overflow)
+        facts = (self.layers, layer, desc, copies, counts, recv_probs is not None)
+        return recv_x, recv_probs, scales, counts, Handle(*facts, tokens=hidden.shape[0], overflow=overflow)
+
+    def _permuted_at_once(
+        self,
+        rows: Rows,
+        dtype: torch.dtype,
+        given: tuple[Any, Any, Any, Any],
+        pad_multiple: Any,
+        sizes: tuple[Any, Any],
+    ) -> Permuted | None:
+        """`dispatch_with_permute` by `AgreedSizes.dispatch_at_once`; None: no row was sent.
+
+        given: fields of a `GivenRouting`. sizes: as in `checks.check_routing`.
+        """
+        per_rank = self.layers.num_experts // self.group_size if sizes[0] is None else sizes[0]
+        wanted = per_rank if sizes[1] is None else sizes[1]  # if given, a number over all ranks
+        align = 1 if pad_multiple is None else pad_multiple
+        if not type(per_rank) is type(wanted) is type(align) is int:
+            return None
+        experts = per_rank * self.group_size
+        if sizes[1] is not None and wanted != experts:
+            return None
+        found = self._sizes.dispatch_at_once(rows, dtype, given, align, experts)
+        if found is None:
+            return None
+        layer, sent = found
+        arrived, probs, copies = sent.received
+        recv_x, scales = arrived.like(rows)
+        counts = _counts(sent.desc, False)
+        facts = (self.layers, layer, sent.desc, copies, counts, probs is not None)
+        return recv_x, probs, scales, counts, Handle(*facts, tokens=rows.data.shape[0])
 
     def combine_with_unpermute(
         self,
@@ -265,7 +304,7 @@ class HybridEPBuffer:
         check.tensor("hidden", hidden, 2)
         if probs is not None:
             checks.check_probs(probs, (desc.num_recv_rows,), layer.context.device, "one per permuted row")
-        combined = layer.combine(hidden.contiguous(), desc)
+        combined = at_once.combine(layer, hidden.contiguous(), desc)
         if probs is None and not _may_be_left_out(routing):
             return combined, None
         sent = torch.zeros(desc.num_recv_rows, device=layer.context.device) if probs is None else probs.contiguous()
@@ -348,8 +387,7 @@ class HybridEPBuffer:
             node[:, first : first + experts] = row_probs
             row_probs = node
         if handle is None:
-            routing = Routing(self.layers, layer, desc, local_ids=ids)
-            handle = Handle(routing, hidden.shape[0], experts_of_rows=mine)
+            handle = Handle(self.layers, layer, desc, local_ids=ids, tokens=hidden.shape[0], experts_of_rows=mine)
         return arrived, row_probs, scales, handle
 
     def combine(
@@ -396,14 +434,14 @@ class HybridEPBuffer:
         routing = open_handle(self.layers, handle, pad_multiple)
         desc, counts = routing.desc, routing.counts
         assert counts is not None, "permuted rows have them"
-        if num_permuted_tokens not in (None, desc.num_recv_rows):
+        if num_permuted_tokens is not None and num_permuted_tokens != desc.num_recv_rows:
             raise InputError(
                 f"num_permuted_tokens is {num_permuted_tokens}, but the dispatch of this handle has "
                 f"{desc.num_recv_rows} permuted rows. Pass that number, or None."
             )
         topk_idx, topk_weights, probs = given
         weights = None
-        if any(each is not None for each in given):
+        if not topk_idx is topk_weights is probs is None:
             ids = desc.topk_indices_tensor
             checks.check_weights(routing.layer, ids, probs, topk_idx, topk_weights)
             weights = weights_by_ids(ids, probs, topk_idx, topk_weights, routing.num_experts)

@@ -15,15 +15,20 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from triton_ep.context.given import RoutingMap
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import CapacityError, InputError, PeerFailed, WaitTimeout
+from triton_ep.exchange import request
+from triton_ep.exchange.landings import WITH_COPIES
+from triton_ep.integrations import at_once
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops.dispatch import Received
 
 _MOST_EXPERTS = 32  # per token; a layer takes no more
 
 Sent = TypeVar("Sent")
+Landed = request.Sent[Received]
 Send = Callable[[torch.Tensor | RoutingMap, torch.Tensor | None, int], tuple[EPAll2AllLayer, Sent]]
 """Runs one dispatch, by expert ids [T, K] and weights [T, K] or None, or by a routing map, which has its own weights;
 the last argument is K. Returns the layer and the result."""
@@ -88,6 +93,38 @@ class AgreedSizes:
             return self._by_map(given.routing_map, given.probs, num_tokens_per_rank, mode, send)
         assert given.topk_idx is not None, "checked before"
         return self._by_ids(given.topk_idx, given, num_tokens_per_rank, mode, send), None
+
+    def dispatch_at_once(
+        self, rows: Rows, dtype: torch.dtype, given: tuple[Any, Any, Any, Any], alignment: int, experts: int
+    ) -> tuple[EPAll2AllLayer, Landed] | None:
+        """A dispatch for which the host waits, on the layer of an earlier call, with no other check than the layer's.
+
+        dtype: dtype of the layer's rows. given: fields of a `GivenRouting`, unchecked.
+
+        Returns the layer and the dispatch. None: no row was sent, because there is no such layer, or an argument does
+        not fit it. Make the full call then.
+        """
+        routing_map, ids, probs, weights = given
+        slots: torch.Tensor | RoutingMap
+        if routing_map is not None and ids is None and weights is None:
+            slots, topk = RoutingMap(routing_map, probs, None), self.topk or self._slots_of_map(experts, False)
+        elif routing_map is None and probs is None and isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            slots, topk = ids, ids.shape[1]
+        else:
+            return None
+        layer = self.layers.found.get((dtype, topk, alignment, None, experts))
+        if layer is None:
+            return None
+        try:
+            sent = at_once.dispatch(layer, rows, slots, weights, WITH_COPIES)
+        except CapacityError as error:
+            if routing_map is None:
+                self._grow_tokens(error)
+            else:
+                self._grow_for(error, experts)
+            return None
+        self._last = layer
+        return None if sent is None else (layer, sent)
 
     def _by_ids(
         self,

@@ -26,6 +26,21 @@ def dtype_of_layer(hidden: Any) -> torch.dtype:
     return torch.bfloat16 if hidden.dtype in ONE_BYTE else hidden.dtype
 
 
+def sendable(hidden: Any, scaling_factor: Any, buffer_fp8: bool, call_fp8: Any) -> tuple[Rows, torch.dtype] | None:
+    """The rows of a dispatch as a layer sends them, and the dtype of that layer's rows; arguments as in `SentRows.of`.
+
+    None: an argument does not fit. The layer checks everything else about these rows.
+    """
+    if not isinstance(hidden, torch.Tensor):
+        return None
+    if hidden.dtype not in ONE_BYTE:
+        return (Rows(hidden), hidden.dtype) if call_fp8 is None or call_fp8 is False else None
+    allowed = buffer_fp8 if call_fp8 is None else call_fp8 is True
+    if not allowed or not isinstance(scaling_factor, torch.Tensor) or scaling_factor.dtype != torch.float32:
+        return None
+    return Rows(hidden, scaling_factor), torch.bfloat16
+
+
 class SentRows(NamedTuple):
     """Rows [T, H], and for one-byte rows one scale per 128 values.
 

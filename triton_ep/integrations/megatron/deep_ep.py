@@ -44,22 +44,43 @@ def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
     return _buffer
 
 
+def _buffer_for(x: torch.Tensor, group: Any) -> Buffer:
+    """`get_buffer` for rows x."""
+    if _buffer is not None and _buffer.group is group and isinstance(x, torch.Tensor) and _buffer.takes(x):
+        return _buffer
+    return get_buffer(group, get_hidden_bytes(x))
+
+
 Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchHandle]
 
 
 def _dispatched(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor | None, experts: int, group: Any) -> Dispatched:
     """Compute the results of `FusedDispatch`."""
-    buffer = get_buffer(group, get_hidden_bytes(x))
-    rows, handle = buffer.dispatch_rows(x, ids, probs, check.integer("num_experts", experts, 1))
-    assert rows.num_recv_tokens_per_expert is not None, "the host waited for them"
+    known = _buffer is not None and _buffer.group is group and type(experts) is int
+    at_once = _buffer.dispatch_at_once(x, ids, probs, experts) if _buffer is not None and known else None
+    rows: Any
+    if at_once is not None:
+        sent, handle = at_once
+        rows, counts = sent.received, sent.host_counts
+    else:
+        buffer = get_buffer(group, get_hidden_bytes(x))
+        rows, handle = buffer.dispatch_rows(x, ids, probs, check.integer("num_experts", experts, 1))
+        counts = rows.num_recv_tokens_per_expert
+    assert counts is not None, "the host waited for them"
     # frombuffer takes a third of the time of torch.tensor.
-    counts = torch.frombuffer(array("q", rows.num_recv_tokens_per_expert), dtype=torch.int64)
-    return rows.x, rows.topk_idx, rows.topk_weights, counts, handle
+    return rows.x, rows.topk_idx, rows.topk_weights, torch.frombuffer(array("q", counts), dtype=torch.int64), handle
 
 
 def _combined(x: torch.Tensor, group: Any, handle: DispatchHandle) -> torch.Tensor:
     """Compute the rows that `FusedCombine` returns."""
-    return get_buffer(group, get_hidden_bytes(x)).combine(x, handle)[0]
+    return _buffer_for(x, group).combine(x, handle)[0]
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`. Outside torch.func's transforms, without what torch does for them: a third of its time."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 class FusedDispatch(torch.autograd.Function):
@@ -96,8 +117,8 @@ class FusedDispatch(torch.autograd.Function):
         found = _dispatched(x, token_indices, token_probs, num_experts, group)
         _, ids, _, tokens_per_expert, ctx.handle = found
         ctx.group = group
-        ctx.set_materialize_grads(False)  # else torch would fill zeros for ids and counts in every backward pass
-        ctx.mark_non_differentiable(ids, tokens_per_expert)
+        ctx.materialize_grads = False  # else torch would fill zeros for ids and counts in every backward pass
+        ctx.non_differentiable = (ids, tokens_per_expert)
         return found
 
     @staticmethod
@@ -121,7 +142,7 @@ class FusedDispatch(torch.autograd.Function):
             if grad_token_probs is None:
                 grad_token_probs = grad_output.new_zeros(desc.num_recv_rows, layer.config.topk, dtype=torch.float32)
             weights = grad_token_probs.float().contiguous()
-        buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
+        buffer = _buffer_for(grad_output, ctx.group)
         with layer.context.backward_pass():
             grad_x, grad_probs, _ = buffer.combine(grad_output.contiguous(), ctx.handle, topk_weights=weights)
         return grad_x, None, grad_probs, None, None, None, None
@@ -150,7 +171,7 @@ class FusedCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, previous_event: Any = None) -> tuple[Any, ...]:
         """Send each token's gradient to the ranks that sent rows for it; the host does not wait."""
-        buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
+        buffer = _buffer_for(grad_output, ctx.group)
         with ctx.handle.layer.context.backward_pass():
             grad_x, *_ = buffer.dispatch(grad_output.contiguous(), handle=ctx.handle)
         return grad_x, None, None, None, None
@@ -166,10 +187,11 @@ def fused_dispatch(
     allocate_on_comm_stream: bool = False,
 ) -> Any:
     """`FusedDispatch`, differentiable in x and token_probs."""
-    x = check.tensor("x", x, 2).contiguous()
+    if not isinstance(x, torch.Tensor) or not x.is_contiguous():
+        x = check.tensor("x", x, 2).contiguous()
     if not torch.is_grad_enabled():
         return _dispatched(x, token_indices, token_probs, num_experts, group)
-    return FusedDispatch.apply(x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream)
+    return _apply(FusedDispatch, x, token_indices, token_probs, num_experts, group)
 
 
 def fused_combine(
@@ -182,7 +204,7 @@ def fused_combine(
     """`FusedCombine`, differentiable in x; returns the combined rows and None."""
     if not torch.is_grad_enabled():
         return _combined(x, group, handle), None
-    return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+    return _apply(FusedCombine, x, group, handle)
 
 
 def set_deepep_num_sms(num_sms: int) -> None:
