@@ -29,15 +29,7 @@ from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
 from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched
-from triton_ep.exchange.landings import (
-    EXPERT_MAJOR,
-    WITH_COPIES,
-    Ahead,
-    CompactRows,
-    Deduplicated,
-    ExpertMajor,
-    compact_rows,
-)
+from triton_ep.exchange.landings import EXPERT_MAJOR, Ahead, CompactRows, Deduplicated, ExpertMajor, compact_rows
 from triton_ep.exchange.ranges import call_range
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
@@ -470,7 +462,7 @@ class EPAll2AllLayer:
         """
         self._begin()
         request = self._requests.dispatch_with_row_map(rows, given, weights)
-        sent = self._send(request, WITH_COPIES)
+        sent = self._send(request, ExpertMajor(keep_copies=True))
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 

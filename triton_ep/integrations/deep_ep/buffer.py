@@ -325,24 +325,20 @@ class Buffer:
     def dispatch_at_once(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int
     ) -> tuple[Sent[Compact], DispatchHandle] | None:
-        """`dispatch_rows` on the layer of an earlier call, with no other check than the layer's.
+        """`dispatch_rows` on the layer of the latest call with as many experts, with no other check than the layer's.
 
         None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
         """
-        given = sendable(x)
-        landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2 else None
-        if given is None or landing is None:
-            return None
-        rows, dtype = given
-        kind = (rows.data.shape[1], topk_idx.shape[1], num_experts, dtype, Buffer.num_sms)
-        layer = self._pool.found.get((self._number, Buffer.budgeted, kind))
-        if layer is None:
+        rows, layer = sendable(x), self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted))
+        landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) else None
+        if rows is None or layer is None or landing is None:
             return None
         self._latest = layer
         try:
             sent = at_once.dispatch(layer, rows, topk_idx, topk_weights, landing)
         except CapacityError as error:
-            self._grow(kind, error)
+            cfg = layer.config
+            self._grow((cfg.hidden, cfg.topk, num_experts, cfg.token_dtype, Buffer.num_sms), error)
             return None
         return None if sent is None else (sent, DispatchHandle(layer, sent.desc))
 
@@ -380,7 +376,7 @@ class Buffer:
         order = {} if pair is not None else order_of(previous_event, async_finish)
         num_rows = num_worst_tokens or None
         while True:
-            self._latest = layer
+            self._latest = self._pool.found[self._number, num_experts, num_sm, Buffer.budgeted] = layer
             try:
                 if refused is not None:
                     report_refusal(layer, None if pair is None else pair.scales, num_rows)

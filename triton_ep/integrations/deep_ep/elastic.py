@@ -442,23 +442,25 @@ class ElasticBuffer:
         sizes: tuple[Any, Any, Any, Any],
         modes: tuple[Any, Any, Any],
     ) -> Dispatched | None:
-        """A dispatch for which the host waits, on the layer of an earlier call, with no other check than the layer's.
+        """A dispatch for which the host waits, on the layer of the latest call with these numbers, with no other check
+        than the layer's.
 
         sizes: arguments of `_call` between ids and modes. modes: the last three fields of `_Call`.
 
         None: nothing was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
         """
-        given, (num_experts, most, alignment, num_sms) = sendable(x), sizes
+        num_experts, most, alignment, num_sms = sizes
         most = self.num_max_tokens_per_rank if most is None else most
         alignment = 1 if alignment is None else alignment
-        known = type(num_experts) is type(most) is type(alignment) is type(num_sms) is int and modes[1] is True
-        if not known or type(modes[0]) is not bool or type(modes[2]) is not bool or given is None:
+        if not type(num_experts) is type(most) is type(alignment) is type(num_sms) is int or modes[1] is not True:
             return None
-        if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or given[0].data.shape[0] > most:
+        if not type(modes[0]) is type(modes[2]) is bool or not isinstance(topk_idx, torch.Tensor):
             return None
-        call, (rows, dtype) = _Call(topk_idx, num_experts, most, alignment, num_sms, *modes), given
-        layer = self._pool.found.get((self._user, rows.data.shape[1], dtype, topk_idx.shape[1], *call[1:-1]))
-        if layer is None:
+        call, rows = _Call(topk_idx, num_experts, most, alignment, num_sms, *modes), sendable(x)
+        layer = self._pool.found.get((self._user, *call[1:-1]))
+        if layer is None or rows is None or not isinstance(rows.data, torch.Tensor) or rows.data.dim() != 2:
+            return None
+        if rows.data.shape[0] > most:
             return None
         self._latest = layer
         if call.do_expand:
@@ -563,7 +565,7 @@ class ElasticBuffer:
         layer = self._pool.found.get(key)
         if layer is None:
             layer = self._pool.found[key] = self._pool.get(self._sizes(hidden, dtype, topk, call), user=self._user)
-        self._latest = layer
+        self._latest = self._pool.found[self._user, *call[1:-1]] = layer
         return layer
 
     def _sizes(self, hidden: int, dtype: torch.dtype, topk: int, call: _Call) -> LayerSizes:

@@ -61,19 +61,17 @@ def quantized(
     return data, x.new_empty((x.shape[0], x.shape[1] // 32), dtype=torch.uint8)
 
 
-def sendable(x: Any) -> tuple[Rows, torch.dtype] | None:
-    """The argument `x` of a dispatch as the rows that a layer sends, and the dtype of that layer's rows.
+def sendable(x: Any) -> Rows | None:
+    """The argument `x` of a dispatch as the rows that a layer sends; the layer checks everything else about them.
 
-    None: `x` is no such argument, or must be copied first. The layer checks everything else about these rows.
+    None: a tuple of other tensors than e4m3 rows and scales of one word per 128 values.
     """
-    if isinstance(x, torch.Tensor):
-        return (Rows(x), x.dtype) if x.dim() == 2 else None
-    data, scales = x if type(x) is tuple and len(x) == 2 else (None, None)
+    if type(x) is not tuple:
+        return Rows(x)
+    data, scales = x if len(x) == 2 else (None, None)
     if not isinstance(data, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return None
-    if data.dim() != 2 or data.dtype != torch.float8_e4m3fn or scales.dtype not in SCALE_DTYPES:
-        return None
-    return Rows(data, scales), torch.bfloat16  # combine of quantised rows takes bfloat16 rows
+    return Rows(data, scales) if data.dtype == torch.float8_e4m3fn and scales.dtype in SCALE_DTYPES else None
 
 
 class QuantizedRows(NamedTuple):

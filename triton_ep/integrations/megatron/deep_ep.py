@@ -78,7 +78,7 @@ def _combined(x: torch.Tensor, group: Any, handle: DispatchHandle) -> torch.Tens
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`. Outside torch.func's transforms, without what torch does for them: a third of its time."""
-    if torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
@@ -117,8 +117,8 @@ class FusedDispatch(torch.autograd.Function):
         found = _dispatched(x, token_indices, token_probs, num_experts, group)
         _, ids, _, tokens_per_expert, ctx.handle = found
         ctx.group = group
-        ctx.materialize_grads = False  # else torch would fill zeros for ids and counts in every backward pass
-        ctx.non_differentiable = (ids, tokens_per_expert)
+        ctx.set_materialize_grads(False)  # else torch would fill zeros for ids and counts in every backward pass
+        ctx.mark_non_differentiable(ids, tokens_per_expert)
         return found
 
     @staticmethod
