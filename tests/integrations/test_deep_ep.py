@@ -366,6 +366,27 @@ def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
     door.release()
 
 
+def _check_growth_on_two_paths(rank: int, nodes: int, ranks_per_node: int) -> None:
+    """A `config` makes a call check all its arguments itself; without one the layer of an earlier call checks them."""
+    buffer, device, ranks = make_buffer(), current_heap().device, nodes * ranks_per_node
+    config = door.Config(door.Buffer.num_sms) if rank == 0 else None
+    for grows in range(ranks):
+        for tokens in (3, 70 << grows if rank == grows else 5):
+            work = make_workload(rank, ranks, tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * ranks)
+            x, idx = work.x.to(device), work.topk_idx.to(device)
+            counts = buffer.get_dispatch_layout(idx, EXPERTS * ranks)[2]
+            recv, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=idx, num_tokens_per_expert=counts, config=config)
+            goes = handle[4].sum(1, keepdim=True)
+            assert torch.equal(buffer.combine(recv, handle)[0], (x.float() * goes).to(x.dtype))
+    door.release()
+
+
+@pytest.mark.plain
+def test_a_layer_grows_for_plain_calls_and_others(run_ranks):
+    """Whichever rank has more tokens than the layer has room for, all ranks go on with the same larger layer."""
+    run_ranks(_check_growth_on_two_paths, 1, 2)
+
+
 @pytest.mark.plain
 def test_other_ranks_learn_of_a_refusal(run_ranks):
     """Ids that the buffer refuses on one rank raise PeerFailed on the others; the buffer serves the next call."""

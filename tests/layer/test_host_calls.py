@@ -33,7 +33,7 @@ MOST = {
 _INTERPRET = launch._interpret
 
 
-def _functions(call: Callable[[], object]) -> Counter[str]:
+def functions_of(call: Callable[[], object]) -> Counter[str]:
     """Functions that the third call runs: the first two create launchers and memory that are kept."""
     for _ in range(2):
         call()
@@ -68,7 +68,7 @@ def _check_functions(rank: int, nodes: int, ranks_per_node: int, name: str) -> N
         )
         x, idx = work.x, work.topk_idx
         recv_x, _, desc = layer.dispatch(x, idx)
-        found = _functions(lambda: layer.dispatch(x, idx)), _functions(lambda: layer.combine(recv_x, desc))
+        found = functions_of(lambda: layer.dispatch(x, idx)), functions_of(lambda: layer.combine(recv_x, desc))
         for counts, most in zip(found, (in_dispatch, in_combine), strict=True):
             told = f"{[each.total() for each in found]} functions of dispatch and combine: {dict(counts)}"
             assert counts.total() <= most, told
@@ -92,7 +92,7 @@ def _check_functions_of_moe(rank: int, nodes: int, ranks_per_node: int, payload:
         with torch.no_grad():
             moe(work.x, work.topk_idx, work.topk_weights)
 
-    counts = _functions(forward)
+    counts = functions_of(forward)
     moe.finalize()
     assert counts.total() <= most, f"{counts.total()} functions of a forward pass: {dict(counts)}"
 
