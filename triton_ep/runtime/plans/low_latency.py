@@ -10,6 +10,8 @@ from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_o
 _SUM_BYTES = 2**13
 """Bytes of the sums that a worker waits for at once, over all ranks. With more, registers spill."""
 _SUM_ELEMENTS = 1024
+_FEW_ROWS = 256
+"""Rows that arrive, for which there are enough workers in any case."""
 
 
 def expanded_rows(interpreted: bool) -> int:
@@ -31,7 +33,8 @@ def dispatch(
     are columns.
     """
     quantised = payload == QUANTISE
-    pushed = _columns(s, x_words, 2048 if quantised else 512)
+    many = quantised and s.world_size * s.max_tokens > _FEW_ROWS
+    pushed = _columns(s, x_words, (2048 if many else 4096) if quantised else 512)
     constexprs = {
         "PAYLOAD": payload,
         "PUSH_TILES": pushed["TILES"],
@@ -47,8 +50,8 @@ def dispatch(
         **_columns(s, row_words, 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    # With fewer registers twice as many workers fit. Rows that are not quantised gain nothing from that.
-    return Plan("low_latency_dispatch_kernel", constexprs, maxnreg=_registers(s) if quantised else None)
+    # With fewer registers more workers fit. Rows that are not quantised gain nothing from that.
+    return Plan("low_latency_dispatch_kernel", constexprs, maxnreg=_registers(s) if many else None)
 
 
 def _registers(s: Shape) -> int:
