@@ -26,7 +26,6 @@ each node.
     overflow          [1] rows beyond the capacity on this rank; next [1] low bits of the dispatch's number, counted by
                       the device, so that they belong to the latest replay (device/calls.py); next [1] whether rows
                       wait until the host has read the counts (device/host_read.py)
-    first_arrivals    [W] the first staging row here of each rank's tokens
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
     row               [S] my splits row: counts of experts, ranks, nodes; at the end TAIL_WORDS words, which are
                       REPORT_TOKENS to REPORT_HOST_WORD of my report
@@ -40,6 +39,7 @@ each node.
                       [W] for the tokens of each rank that go here: the row of a sum at the rank of my node that adds it
                       up (`adder_of`), less the staging row here; then [N, LW] the end of the first part's rows in my
                       combine buffer, where the next ones begin
+    first_arrivals    [W] the first staging row here of each rank's tokens
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
@@ -48,11 +48,11 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
               rank 1 has
                   entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_ROW 1 0
                   report          (2, 2, 3, 0, 0, 130, 3, 2), (3, 3, 2, 0, 0, 130, 2, 1)
-                  expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, first_arrivals 0 2
-                  tokens_from_node 2
+                  expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
                   sums            -1 -1, then 1 -1, then 1 2
+                  first_arrivals  0 2
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
 Sums          A combine buffer holds the sums of the tokens of one rank of each node: of my tokens, and of those that my
               counterparts send here. Node after node come the sums of the first rank of my node, then those of the next
@@ -241,15 +241,9 @@ def held_of(job, placement_ptr):
 
 
 @triton.jit
-def first_arrivals_of(job, placement_ptr):
-    """Pointer to first_arrivals [W]."""
-    return overflow_of(job, placement_ptr) + 4
-
-
-@triton.jit
 def tokens_from_node_of(job, placement_ptr):
     """Pointer to tokens_from_node [N]."""
-    return first_arrivals_of(job, placement_ptr) + _fours(job.num_ranks)
+    return overflow_of(job, placement_ptr) + 4
 
 
 @triton.jit
@@ -319,6 +313,12 @@ def sum_ends_of(job, placement_ptr):
 
 
 @triton.jit
+def first_arrivals_of(job, placement_ptr):
+    """Pointer to first_arrivals [W]."""
+    return sums_from_of(job, placement_ptr) + _fours(3 * job.num_ranks)
+
+
+@triton.jit
 def tiles_of(job, placement_ptr):
     """Pointer to the tile table [1 + n, 4]."""
-    return sums_from_of(job, placement_ptr) + _fours(3 * job.num_ranks)
+    return first_arrivals_of(job, placement_ptr) + _fours(job.num_ranks)

@@ -36,12 +36,12 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert desc.expert_offsets.tolist() == [0, 2, 3]
         assert desc.num_recv_tokens_per_expert.tolist() == [2, 1]
         assert desc.tokens_from_node.tolist() == [2] and desc.tokens_per_node.tolist() == [2]
-        parts = {name: desc._part(name).tolist() for name in ("first_arrivals", "row", "bases", "sums")}
+        parts = {name: desc._part(name).tolist() for name in ("row", "bases", "sums", "first_arrivals")}
         assert parts == {
-            "first_arrivals": [0, 2],
             "row": [0, 1, 1, 0, 1, 1, 2, 0, 2, 0, 0, word],
             "bases": [1, 1, 1, 3, 0, 0, 1, 2, 1, 2],
             "sums": [-1, -1, 1, -1, 1, 2],
+            "first_arrivals": [0, 2],
         }
         bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # one tile each
         assert desc.tiles.tolist()[:3] == [[2, 3, 0, 0], [0, 0, 2, bands[0]], [1, 2, 1, bands[1]]]

@@ -41,13 +41,13 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
         ("expert_offsets", experts_per_rank + 1),
         ("num_recv", experts_per_rank),
         ("overflow", 1),
-        ("first_arrivals", num_ranks),
         ("tokens_from_node", num_nodes),
         ("row", _fours(num_experts + num_ranks + num_nodes) + TAIL_WORDS),
         ("step_rows", PARTS * ranks_per_node),
         ("step_tokens", PARTS * num_nodes),
         ("bases", 2 * num_experts + num_ranks),
         ("sums", 3 * num_ranks),
+        ("first_arrivals", num_ranks),
         ("tiles", 0),  # as many as the rows need: `tile_words`
     ):
         parts[name] = (at, count)
