@@ -70,10 +70,9 @@ def must_hold(job, placement_ptr, read, WP: tl.constexpr):
     rows = tl.load(report_ptrs(placement_ptr, rank, REPORT_ROWS), mask=mask, other=0)
     sums = tl.load(report_ptrs(placement_ptr, rank, REPORT_SUMS), mask=mask, other=0)
     own = tl.sum(tl.where(rank == job.rank, words, 0))
-    unlike = tl.sum((mask & ((words != own) | (bad != 0))).to(tl.int32)) > 0
-    too_many = (tl.max(arrivals) > read.arrival_room) | (tl.max(rows) > read.output_room)
-    too_many |= tl.max(sums) > read.sum_room
-    return (own & _READS != 0) & (unlike | (own & _REFUSED != 0) | too_many)
+    too_many = (arrivals > read.arrival_room) | (rows > read.output_room) | (sums > read.sum_room)
+    wrong = mask & ((words != own) | (bad != 0) | too_many)
+    return (own & _READS != 0) & ((tl.sum(wrong.to(tl.int32)) > 0) | (own & _REFUSED != 0))
 
 
 @triton.jit

@@ -187,9 +187,9 @@ def _exchange(
 
 
 @triton.jit
-def _count_sums(job, splits_ptr, WP: tl.constexpr, PAIRS: tl.constexpr):
-    """Count rows of sums: [WP] those in each rank's combine buffer; [WP] for the tokens of each rank, those of earlier
-    nodes' tokens at the rank of this node that adds up its sums."""
+def _report_sums(job, splits_ptr, placement_ptr, WP: tl.constexpr, PAIRS: tl.constexpr):
+    """With several nodes, report how many rows of sums each rank needs. Returns [WP] for the tokens of each rank, the
+    rows of earlier nodes' tokens at the rank of this node that adds up its sums."""
     rank = tl.arange(0, WP)[:, None]
     local = rank % job.ranks_per_node
     in_all = tl.zeros([WP], tl.int32)
@@ -204,7 +204,9 @@ def _count_sums(job, splits_ptr, WP: tl.constexpr, PAIRS: tl.constexpr):
         in_all += tl.sum(tl.load(tokens_ptrs + rank - local, mask=mask, other=0), axis=1)
         mask &= node_of(job, pair) < node_of(job, rank)
         of_earlier += tl.sum(tl.load(tokens_ptrs + first_local(job), mask=mask, other=0), axis=1)
-    return in_all, of_earlier
+    every = tl.arange(0, WP)
+    tl.store(report_ptrs(placement_ptr, every, REPORT_SUMS), in_all, mask=is_rank(job, every))
+    return of_earlier
 
 
 @triton.jit
@@ -422,8 +424,9 @@ def splits_kernel(
         earlier_sums = tl.zeros([sizes.WP], tl.int32)
         MANY_NODES: tl.constexpr = sizes.LWP < sizes.WP
         if MANY_NODES:
-            PAIRS: tl.constexpr = fewer(sizes.WP, sizes.OWNERS * sizes.EP)
-            sums, earlier_sums = _count_sums(job, splits_ptr, sizes.WP, PAIRS)
+            # Two loads for each pair, so half as many pairs at a time as segments.
+            PAIRS: tl.constexpr = fewer(sizes.WP, (sizes.OWNERS * sizes.EP + 1) // 2)
+            earlier_sums = _report_sums(job, splits_ptr, placement_ptr, sizes.WP, PAIRS)
         for first_owner in range(0, job.num_ranks, sizes.OWNERS):
             entries_there, sums_there = _place_segments(
                 job, splits_ptr, placement_ptr, first_owner, earlier, earlier_sums, segments, sizes
@@ -431,8 +434,7 @@ def splits_kernel(
             earlier += entries_there
             earlier_sums += sums_there
         if not MANY_NODES:  # each rank adds up the sums of its own tokens
-            sums = earlier_sums
-        tl.store(report_ptrs(placement_ptr, source, REPORT_SUMS), sums, mask=is_rank(job, source))
+            tl.store(report_ptrs(placement_ptr, source, REPORT_SUMS), earlier_sums, mask=is_rank(job, source))
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
         # Other threads read the reports just stored.
