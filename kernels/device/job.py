@@ -84,6 +84,12 @@ def node_of(job, ranks):
 
 
 @triton.jit
+def local_of(job, ranks):
+    """Numbers of ranks within their nodes."""
+    return ranks % job.ranks_per_node
+
+
+@triton.jit
 def rank_of(job, node, local):
     """Rank number `local` of a node."""
     return node * job.ranks_per_node + local
@@ -98,13 +104,13 @@ def has_other_nodes(job):
 @triton.jit
 def first_local(job):
     """First rank of this node."""
-    return job.rank - job.rank % job.ranks_per_node
+    return job.rank - local_of(job, job.rank)
 
 
 @triton.jit
 def local_rank(job):
     """This rank's number within its node."""
-    return job.rank % job.ranks_per_node
+    return local_of(job, job.rank)
 
 
 @triton.jit

@@ -70,7 +70,7 @@ import triton
 import triton.language as tl
 
 from . import codes
-from .job import first_local, num_experts, num_nodes
+from .job import first_local, local_of, num_experts, num_nodes
 
 KEPT = tl.constexpr(codes.ENTRY_KEPT)
 OWNER = tl.constexpr(codes.ENTRY_OWNER)
@@ -291,7 +291,7 @@ def stage_bases_of(job, placement_ptr):
 @triton.jit
 def adder_of(job, source):
     """The rank of my node that adds up the sums of the tokens of ranks `source`: the one with the same local rank."""
-    return first_local(job) + source % job.ranks_per_node
+    return first_local(job) + local_of(job, source)
 
 
 @triton.jit

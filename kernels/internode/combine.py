@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
 from ..device.calls import MIXED_TAG, Combine, combine_tag
-from ..device.job import Job, is_local, num_nodes, other_node, state_at
+from ..device.job import Job, is_local, num_nodes, other_node, rank_of, state_at
 from ..device.payload import SumTile
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
@@ -45,7 +45,7 @@ def _steps_needed(
 ):
     """Steps after which every rank of this node has staged its rows of a chunk of another node's tokens."""
     local = tl.arange(0, LWP)
-    at = node * job.ranks_per_node + local
+    at = rank_of(job, node, local)
     end_ptrs = sum_ends_of(job, placement_ptr) + at
     first = tl.load(end_ptrs - 1, mask=is_local(job, local) & (at > 0), other=0)
     count = tl.load(end_ptrs, mask=is_local(job, local), other=0) - first

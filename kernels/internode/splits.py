@@ -42,6 +42,7 @@ from ..device.job import (
     first_local,
     is_local_expert,
     is_rank,
+    local_of,
     local_rank,
     my_node,
     node_of,
@@ -191,7 +192,7 @@ def _report_sums(job, splits_ptr, placement_ptr, WP: tl.constexpr, PAIRS: tl.con
     """With several nodes, report how many rows of sums each rank needs. Returns [WP] for the tokens of each rank, the
     rows of earlier nodes' tokens at the rank of this node that adds up its sums."""
     rank = tl.arange(0, WP)[:, None]
-    local = rank % job.ranks_per_node
+    local = local_of(job, rank)
     in_all = tl.zeros([WP], tl.int32)
     of_earlier = tl.zeros([WP], tl.int32)
     for start in range(0, job.num_ranks, PAIRS):
@@ -200,7 +201,7 @@ def _report_sums(job, splits_ptr, placement_ptr, WP: tl.constexpr, PAIRS: tl.con
         pair = start + tl.arange(0, PAIRS)[None, :]
         mask = is_rank(job, rank) & is_rank(job, pair)
         source = rank_of(job, node_of(job, pair), local)
-        tokens_ptrs = rank_columns_of(job, splits_ptr + source * row_length_of(job)) + pair % job.ranks_per_node
+        tokens_ptrs = rank_columns_of(job, splits_ptr + source * row_length_of(job)) + local_of(job, pair)
         in_all += tl.sum(tl.load(tokens_ptrs + rank - local, mask=mask, other=0), axis=1)
         mask &= node_of(job, pair) < node_of(job, rank)
         of_earlier += tl.sum(tl.load(tokens_ptrs + first_local(job), mask=mask, other=0), axis=1)
@@ -239,7 +240,7 @@ def _report(
     shift = ends - of_node - (tl.cumsum(tokens, axis=0) - tokens)
     sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
     tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=from_source)
-    at = (node_of(job, source) * job.ranks_per_node)[:, None] + (owner - first_local(job))[None, :]
+    at = rank_of(job, node_of(job, source)[:, None], (owner - first_local(job))[None, :])
     added_here = (is_rank(job, source) & (adder_of(job, source) == job.rank))[:, None] & on_my_node(job, owner)[None, :]
     tl.store(sums_from_of(job, placement_ptr) + at, shift, mask=added_here)
     tl.store(sum_ends_of(job, placement_ptr) + at, ends, mask=added_here)
@@ -253,7 +254,7 @@ def _report(
     tail = tl.load(tail_ptrs, mask=is_owner[:, None], other=0)
     tl.store(report_ptrs(placement_ptr, owner[:, None], REPORT_TOKENS) + field, tail, mask=is_owner[:, None])
 
-    is_counterpart = is_owner & (owner % job.ranks_per_node == local_rank(job))
+    is_counterpart = is_owner & (local_of(job, owner) == local_rank(job))
     from_ptrs = node_columns_of(job, splits_ptr + owner * row_length) + my_node(job)
     from_there = tl.load(from_ptrs, mask=is_counterpart, other=0)
     tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)

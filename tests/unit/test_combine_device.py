@@ -50,9 +50,10 @@ def test_a_chunk_waits_for_no_more_steps_than_its_sums_need(ranks_per_node: int,
     count = [sum(rank in chosen for chosen in goes_to) for rank in ranks]
     first, count_of = placement_parts(NODES * ranks_per_node, ranks_per_node, EXPERTS)["sums"]
     placement = torch.zeros(first + count_of, dtype=torch.int32)
-    placement[first + 2 * NODES * ranks_per_node + node * ranks_per_node :][:ranks_per_node] = torch.tensor(count)
+    of_node = 123  # sums of the tokens of earlier nodes
+    ends = [of_node + sum(count[: rank + 1]) for rank in range(-1, ranks_per_node)]
+    placement[first + 2 * NODES * ranks_per_node + node * ranks_per_node - 1 :][: len(ends)] = torch.tensor(ends)
 
-    of_node = node * min(topk, ranks_per_node) * TOKENS
     table, seen = torch.full((num_tokens, topk), -1, dtype=torch.int32), [0] * ranks_per_node
     steps_of = []
     for token, chosen in enumerate(goes_to):
