@@ -765,6 +765,8 @@ class EPAll2AllLayer:
     def combine_buffer(self, num_rows: int) -> torch.Tensor:
         """Symmetric buffer that `combine` reads. Write expert outputs here to skip the staging copy.
 
+        For rows of `dispatch_compact` it saves nothing: `combine` sums them, and stores the sums in this memory.
+
         Waits, on the current stream, until no rank reads the rows of the previous combine. Pass the whole tensor to the
         next combine, on the same stream or one that is ordered after it; any other combine of this layer invalidates
         the buffer. Call it on all ranks or on none, after the dispatch, which may move the buffer of an exact layer.

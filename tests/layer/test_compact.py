@@ -1,5 +1,6 @@
 """Compact rows, one per (token, rank), against the plain-torch reference: rows, sums, ids, weights, rows sent again."""
 
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -278,6 +279,32 @@ def _check_more_rows(rank, nodes, ranks_per_node):
 def test_the_remedy_for_more_rows_than_can_arrive_works(run_ranks):
     """`combine_buffer` refuses such a number of rows; both remedies that it names give the same sums."""
     run_ranks(_check_more_rows, 1, 2)
+
+
+def _check_late_rows(rank, nodes, ranks_per_node):
+    world, topk = nodes * ranks_per_node, 2
+    case = {"tokens": (3,), "hidden": 16, "topk": topk, "experts": 2, "dtype": torch.float32}
+    device = current_heap().device
+    ids = (torch.arange(3 * topk, dtype=torch.int32, device=device).view(3, topk) + rank) % (2 * world)
+    x = torch.arange(3 * 16, device=device).view(3, 16).float() + 100 * rank
+    with _layer(rank, nodes, ranks_per_node, case) as layer:
+        got = layer.dispatch_compact(x, ids)
+        y = got.x * (1 + rank)  # tells the rank that sums
+        want = layer.combine(y, got.layout_desc)
+        rows = layer.combine_buffer(got.layout_desc.num_recv_rows)
+        rows.copy_(y)
+        if rank == world - 1:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            time.sleep(0.3)
+        _equal(layer.combine(rows, got.layout_desc), want)
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.on_gpus)])
+def test_rows_in_the_combine_buffer_are_read_before_sums_come(run_ranks, nodes, ranks_per_node):
+    """Compact rows of a late rank, in memory where the other ranks store their sums."""
+    run_ranks(_check_late_rows, nodes, ranks_per_node)
 
 
 def _check_short_rows(rank, nodes, ranks_per_node, hidden):

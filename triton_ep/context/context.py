@@ -238,10 +238,11 @@ class DispatchCombineContext:
             HeapError: on all ranks, if one has no room.
         """
         worst = self.config.world_size * self.config.max_tokens
-        summed = layout.rows_of_sums(self.config)
-        if self.sizes.arrival_rows < worst or self.sizes.output_rows < summed:
+        # Without local combine the combine buffer may be lent, for as many rows as arrive.
+        read = layout.rows_of_sums(self.config) if self.config.enable_local_combine else worst
+        if self.sizes.arrival_rows < worst or self.sizes.output_rows < read:
             self._meet()
-            self.grow(worst, summed)
+            self.grow(worst, read)
 
     def _meet(self) -> None:
         """Wait until no rank of the group has work in flight that accesses the buffers of another rank."""

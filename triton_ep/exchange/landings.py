@@ -190,12 +190,16 @@ class Deduplicated(Landing[compact_ops.Compact]):
         return report.arrivals
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Combine reads sums."""
-        return max(report.arrivals for report in reports), max(report.sums for report in reports)
+        """Combine reads sums. Without local combine the buffer may also be lent, for as many rows as arrive."""
+        staged, sums = max(report.arrivals for report in reports), max(report.sums for report in reports)
+        return staged, sums if config.enable_local_combine else max(sums, staged)
 
     def limits(self, sizes: Sizes) -> tuple[int, int, int]:
         """As `room`."""
-        return sizes.arrival_rows, NO_LIMIT, sizes.output_rows
+        staged = sizes.arrival_rows
+        if not sizes.config.enable_local_combine:
+            staged = min(staged, sizes.output_rows)
+        return staged, NO_LIMIT, sizes.output_rows
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool

@@ -239,9 +239,14 @@ def _publish(
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
-        ctx.calls.end_loan(False)
-        if ctx.config.shared_staging:
-            # Sums go to memory where ranks may still read rows of a dispatch.
+        lent = ctx.calls.lent
+        # A layer with local combine never lends it.
+        in_buffer = not ctx.config.enable_local_combine and y.data_ptr() == ctx.local_address("dispatch_output_buf")
+        ctx.calls.end_loan(in_buffer)
+        if in_buffer:
+            y = y.clone()  # other ranks store sums there
+        if lent or ctx.config.shared_staging:
+            # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
         side = ctx.fork() if aside else None
         _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
