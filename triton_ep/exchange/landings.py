@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
 import torch
 
@@ -230,6 +230,8 @@ class Deduplicated(Landing[compact_ops.Compact]):
         compact_ops.receive(ctx, fmt, received, placement, own, side)
 
 
+SentExpertMajor: TypeAlias = Sent[dispatch_ops.Received]
+SentCompact: TypeAlias = Sent[compact_ops.Compact]
 COMPACT = {dtype: Deduplicated(dtype) for dtype in (torch.int32, torch.int64)}
 """Compact landings by the dtype of expert ids."""
 

@@ -22,8 +22,7 @@ from triton_ep.errors import (
 )
 from triton_ep.exchange import steps
 from triton_ep.exchange.checks import check_out
-from triton_ep.exchange.landings import COMPACT, CompactRows
-from triton_ep.exchange.request import Sent
+from triton_ep.exchange.landings import COMPACT, CompactRows, SentCompact
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import (
@@ -52,7 +51,6 @@ from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.compact import Compact
 from triton_ep.ops.token_layout import LayoutMemory, token_layout
 
 _numbers = itertools.count()
@@ -324,7 +322,7 @@ class Buffer:
 
     def dispatch_at_once(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int
-    ) -> tuple[Sent[Compact], DispatchHandle] | None:
+    ) -> tuple[SentCompact, DispatchHandle] | None:
         """`dispatch_rows` on the layer of the latest call with as many experts, with no other check than the layer's.
 
         None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.

@@ -17,18 +17,15 @@ import torch.distributed as dist
 
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import CapacityError, InputError, PeerFailed, WaitTimeout
-from triton_ep.exchange import request
-from triton_ep.exchange.landings import WITH_COPIES
+from triton_ep.exchange.landings import WITH_COPIES, SentExpertMajor
 from triton_ep.integrations import at_once
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.dispatch import Received
 
 _MOST_EXPERTS = 32  # per token; a layer takes no more
 
 Sent = TypeVar("Sent")
-Landed = request.Sent[Received]
 Send = Callable[[torch.Tensor | RoutingMap, torch.Tensor | None, int], tuple[EPAll2AllLayer, Sent]]
 """Runs one dispatch, by expert ids [T, K] and weights [T, K] or None, or by a routing map, which has its own weights;
 the last argument is K. Returns the layer and the result."""
@@ -96,7 +93,7 @@ class AgreedSizes:
 
     def dispatch_at_once(
         self, rows: Rows, dtype: torch.dtype, given: tuple[Any, Any, Any, Any], alignment: int, experts: int
-    ) -> tuple[EPAll2AllLayer, Landed] | None:
+    ) -> tuple[EPAll2AllLayer, SentExpertMajor] | None:
         """A dispatch for which the host waits, on the layer of an earlier call, with no other check than the layer's.
 
         dtype: dtype of the layer's rows. given: fields of a `GivenRouting`, unchecked.
