@@ -16,7 +16,8 @@ from triton_ep import EPAll2AllLayer, MXTensor, finalize_distributed, initialize
 from triton_ep.distributed import current_heap, launched_by, local_world_size, run_ranks
 from triton_ep.ops.grouped_gemm import grouped_gemm
 
-TOKENS, HIDDEN, TOPK, EXPERTS = 32, 128, 2, 8
+TOKENS, HIDDEN, TOPK, EXPERTS = 32, 512, 2, 8
+PIECE = 128  # bytes of which a row on the wire has a multiple
 
 
 def sqnr(exact: torch.Tensor, seen: torch.Tensor) -> float:
@@ -59,6 +60,7 @@ def main() -> None:
 
         # Cost: bytes, and rounding to 4 significant bits.
         row_bytes, mx_row_bytes = HIDDEN * 2, HIDDEN + HIDDEN // 32
+        sent_bytes = -(-mx_row_bytes // PIECE) * PIECE
         assert mx_rows.qdata[0].nbytes + mx_rows.scale[0].nbytes == mx_row_bytes
         blocks = rows.float().view(-1, 32)
         error = (mx_rows.dequantize(torch.float32).view(-1, 32) - blocks).abs()
@@ -77,12 +79,12 @@ def main() -> None:
 
     sent = sent_rows(topk_idx, rank, world_size)
     told = (
-        f"rank {rank} of {world_size}: sent {sent} rows in {sent * mx_row_bytes} bytes, not {sent * row_bytes}; "
+        f"rank {rank} of {world_size}: sent {sent} rows in {sent * sent_bytes} bytes, not {sent * row_bytes}; "
         f"received {len(rows)} with {row_db:.1f} dB, max relative error {worst:.3f}; combined {combined_db:.1f} dB\n"
     )
     if rank == 0:
         told += (
-            f"a row of {HIDDEN}: {row_bytes} bytes in bf16, {mx_row_bytes} in MXFP8: {mx_row_bytes / row_bytes:.3f}\n"
+            f"a row of {HIDDEN}: {row_bytes} bytes in bf16, {mx_row_bytes} in MXFP8, {sent_bytes} on the wire\n"
             f"received: qdata {list(mx_rows.qdata.shape)} {mx_rows.qdata.dtype}\n"
             f"          scale {list(mx_rows.scale.shape)} {mx_rows.scale.dtype}\n"
             f"          expert_offsets {mx_desc.expert_offsets.tolist()}\n"

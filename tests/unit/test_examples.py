@@ -78,15 +78,15 @@ def test_example_runs_as_one_rank(path: Path) -> None:
 
 
 def test_mxfp8_example_shows_bytes_and_error() -> None:
-    """Every rank prints its bytes and error, and rank 0 the ratio that follows from the format."""
+    """Every rank prints its bytes and error, and rank 0 the bytes of a row."""
     output = run_ranks_of([MXFP8], LAUNCHED)
     pattern = rf"^rank (\d) of {LAUNCHED}: sent (\d+) rows in (\d+) bytes, not (\d+); received \d+ with ([\d.]+) dB"
     lines = re.findall(pattern, output, re.MULTILINE)
     assert sorted(int(rank) for rank, *_ in lines) == list(range(LAUNCHED))
     for _, rows, mx_bytes, bf16_bytes, decibel in lines:
-        assert (int(mx_bytes), int(bf16_bytes)) == (int(rows) * 132, int(rows) * 256)
+        assert (int(mx_bytes), int(bf16_bytes)) == (int(rows) * 640, int(rows) * 1024)
         assert float(decibel) > 30
-    assert "132 in MXFP8: 0.516\n" in output
+    assert "528 in MXFP8, 640 on the wire\n" in output
 
 
 def test_moe_layer_example_compares_every_gradient() -> None:
