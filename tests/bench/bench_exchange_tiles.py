@@ -2,6 +2,7 @@
 
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch --payload mxfp8
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op compact
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --like-ranks 4
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --tokens 8 --hidden 64 --experts 8   # on a CPU
@@ -30,6 +31,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
+from tests.bench import bulk_push
 from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench.origins import coded_rows
@@ -55,6 +57,7 @@ class Way:
         num_sm: programs of the exchange.
         push, expand, reduce, pull: (rows, warps) of these kernels.
         push_tile: (warps, words, rows, registers) of the push.
+        bulk: push by bulk copies (bulk_push.py); on GPUs.
         registers: registers per thread of the expand kernel.
         block: words of its tile.
         expanding: its programs per free multiprocessor.
@@ -68,6 +71,7 @@ class Way:
     num_sm: int = 20
     push: tuple[int, int] | None = None
     push_tile: tuple[int, int, int, int] | None = None
+    bulk: bool | None = None
     expand: tuple[int, int] | None = None
     reduce: tuple[int, int] | None = None
     pull: tuple[int, int] | None = None
@@ -95,7 +99,10 @@ DISPATCH = (
     Way(num_sm=32, push=(1, 32)),
     Way(num_sm=24, expanding=(3, 2)),
     Way(num_sm=24, push=(2, 32)),
+    Way(bulk=True),
+    Way(bulk=True, expanding=(3, 2)),
 )
+COMPACT = (Way(), Way(bulk=True), Way(num_sm=32))
 COMBINE = (
     Way(),
     Way(num_sm=24),
@@ -143,6 +150,8 @@ def _changed(way: Way) -> Iterator[None]:
 
     def push(*args: Any) -> Plan:
         plan = push_plan(*args)
+        if way.bulk:
+            return bulk_push.plan(plan, args[0])
         if way.push_tile is None:
             return plan
         warps, words, rows, registers = way.push_tile
@@ -197,11 +206,13 @@ class _Made:
             dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
             num_sm=None, tuned=entry, enable_local_combine=True, alignment=args.alignment, timeout_s=20.0,
             payload=None if args.payload == "bf16" else args.payload, sm_budget=way.budget,
-            capacity=max(ranks, args.like_ranks) * args.tokens * args.topk // 2 + args.experts * args.alignment,
+            capacity=None if args.op == "compact" else max(ranks, args.like_ranks) * args.tokens * args.topk // 2
+            + args.experts * args.alignment,
         )  # fmt: skip
         self.device = self.layer.context.device
         self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
         self.idx = idx.to(self.device)
+        self.num_rows = ranks * tokens if args.op == "compact" else None
         self.dispatch()
         generator = torch.Generator(self.device).manual_seed(rank)
         shape = (self.desc.num_recv_rows, args.hidden)
@@ -211,7 +222,11 @@ class _Made:
 
     def dispatch(self) -> None:
         """Send rows to their experts."""
-        self.recv_x, _, self.desc = self.layer.dispatch(self.x, self.idx)
+        if self.num_rows is None:
+            self.recv_x, _, self.desc = self.layer.dispatch(self.x, self.idx)
+        else:
+            got = self.layer.dispatch_compact(self.x, self.idx, num_rows=self.num_rows)
+            self.recv_x, self.desc = got.x, got.layout_desc
 
     def combine(self) -> None:
         """Bring sums back."""
@@ -219,7 +234,8 @@ class _Made:
 
     def bits(self) -> list[torch.Tensor]:
         """The results of both calls."""
-        used = int(self.desc.expert_offsets[-1])
+        compact = self.num_rows is not None
+        used = int(self.desc.arrivals_of_rank[dist.get_rank()] if compact else self.desc.expert_offsets[-1])
         rows = self.recv_x[:used]
         parts = [rows] if isinstance(rows, torch.Tensor) and not hasattr(rows, "qdata") else [rows.qdata, rows.scale]
         return [self.out.clone(), *[part.view(torch.uint8).clone() for part in parts]]
@@ -248,15 +264,15 @@ def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
 def run(args: argparse.Namespace) -> None:
     """Run on each rank."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
-    ways = {"dispatch": DISPATCH, "combine": COMBINE}[args.op]
-    ways = ways[:3] if INTERPRETING else ways
+    ways = {"dispatch": DISPATCH, "compact": COMPACT, "combine": COMBINE}[args.op]
+    ways = tuple(way for way in ways[:3] if not way.bulk) if INTERPRETING else ways
     if rank == 0:
         print(f"# {args.op}, {args.payload}, {args.tokens} tokens, {ranks} ranks", flush=True)
     made, calls, first = [], {}, None
     for way in ways:
         with _changed(way):
             one = _Made(args, way)
-            calls[way] = _graph(getattr(one, args.op), one.device)
+            calls[way] = _graph(one.combine if args.op == "combine" else one.dispatch, one.device)
         made.append(one)
         bits = one.bits()
         first = first or bits
@@ -280,7 +296,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     """Start the ranks, unless torchrun or another launcher has started them."""
     parser = sizes_parser(__doc__)
-    parser.add_argument("--op", choices=("dispatch", "combine"), default="dispatch")
+    parser.add_argument("--op", choices=("dispatch", "compact", "combine"), default="dispatch")
     parser.add_argument("--like-ranks", type=int, default=0, help="see above; needs 2 ranks")
     parser.add_argument("--alignment", type=int, default=128)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
