@@ -4,6 +4,7 @@
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch --payload mxfp8
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op compact
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine
+    python tests/bench/bench_exchange_tiles.py --ranks 4 --op combine --nodes 2
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --like-ranks 4
     python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --tokens 8 --hidden 64 --experts 8   # on a CPU
 
@@ -203,7 +204,7 @@ class _Made:
         idx = routing(rank, args)
         tokens = len(idx)
         self.layer = EPAll2AllLayer(
-            dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
+            dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks // args.nodes, ranks,
             num_sm=None, tuned=entry, enable_local_combine=True, alignment=args.alignment, timeout_s=20.0,
             payload=None if args.payload == "bf16" else args.payload, sm_budget=way.budget,
             capacity=None if args.op == "compact" else max(ranks, args.like_ranks) * args.tokens * args.topk // 2
@@ -298,6 +299,7 @@ def main() -> None:
     parser = sizes_parser(__doc__)
     parser.add_argument("--op", choices=("dispatch", "compact", "combine"), default="dispatch")
     parser.add_argument("--like-ranks", type=int, default=0, help="see above; needs 2 ranks")
+    parser.add_argument("--nodes", type=int, default=1, help="virtual nodes; divides the ranks")
     parser.add_argument("--alignment", type=int, default=128)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
     parser.add_argument("--iters", type=int, default=15)
