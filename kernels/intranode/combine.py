@@ -1,8 +1,9 @@
 """Intra-node combine: publish expert outputs, then bring together and sum the rows of each token.
 
 Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag). If dispatches
-              stage rows in the same memory, a kernel before reduce sets entered_flag at every rank of the node and
-              waits until all have: until no rank of the node reads rows of a dispatch any more
+              stage rows in the same memory, or the caller had it for the rows to be reduced and they have been moved, a
+              kernel before reduce sets entered_flag at every rank of the node and waits until all have: until no rank
+              of the node reads these rows there any more
               2 stage: copy the expert rows to combine_x; or reduce: write per staging row the sum of the
               token's rows on this rank, so that one row per (token, rank) crosses the link, to combine_x of the rank of
               this node that adds it up: the token's rank, or for a token of another node the counterpart of that rank.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.combinations import combinations
 from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, PeerFailed, StaleHandleError
 from triton_ep.context.layout import Sizes
 from triton_ep.distributed import current_heap
@@ -281,12 +282,12 @@ def test_the_remedy_for_more_rows_than_can_arrive_works(run_ranks):
     run_ranks(_check_more_rows, 1, 2)
 
 
-def _check_late_rows(rank, nodes, ranks_per_node):
+def _check_late_rows(rank, nodes, ranks_per_node, tokens):
     world, topk = nodes * ranks_per_node, 2
-    case = {"tokens": (3,), "hidden": 16, "topk": topk, "experts": 2, "dtype": torch.float32}
+    case = {"tokens": (tokens,), "hidden": 16, "topk": topk, "experts": 2, "dtype": torch.float32}
     device = current_heap().device
-    ids = (torch.arange(3 * topk, dtype=torch.int32, device=device).view(3, topk) + rank) % (2 * world)
-    x = torch.arange(3 * 16, device=device).view(3, 16).float() + 100 * rank
+    ids = (torch.arange(tokens * topk, dtype=torch.int32, device=device).view(tokens, topk) + rank) % (2 * world)
+    x = torch.arange(tokens * 16, device=device).view(tokens, 16).float() + 100 * rank
     with _layer(rank, nodes, ranks_per_node, case) as layer:
         got = layer.dispatch_compact(x, ids)
         y = got.x * (1 + rank)  # tells the rank that sums
@@ -301,10 +302,18 @@ def _check_late_rows(rank, nodes, ranks_per_node):
         layer.check()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.on_gpus)])
-def test_rows_in_the_combine_buffer_are_read_before_sums_come(run_ranks, nodes, ranks_per_node):
-    """Compact rows of a late rank, in memory where the other ranks store their sums."""
-    run_ranks(_check_late_rows, nodes, ranks_per_node)
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, tokens",
+    combinations(
+        [(1, 2), (2, 1), (2, 2)],
+        [3, 1500],
+        on_cpu=lambda nodes, per_node, tokens: nodes * per_node == 2 and tokens == 3,
+    ),
+)
+def test_rows_in_the_combine_buffer_are_read_before_sums_come(run_ranks, nodes, ranks_per_node, tokens):
+    """Compact rows of a late rank, in memory where the other ranks store their sums. Many of them are reduced on a
+    stream of their own, on a GPU."""
+    run_ranks(_check_late_rows, nodes, ranks_per_node, tokens)
 
 
 def _check_short_rows(rank, nodes, ranks_per_node, hidden):

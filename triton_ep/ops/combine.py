@@ -43,8 +43,8 @@ def combine(
     of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
-    # On the side stream, later rows are summed while the first sums are pulled.
-    _publish(ctx, fmt, y, weights, desc, plan, plan.overlapped)
+    # On the side stream, later rows are summed while the first sums are pulled. It reads `y` until it is joined.
+    y = _publish(ctx, fmt, y, weights, desc, plan, plan.overlapped)
     out = _make_output(ctx, fmt, desc) if out is None else out
     _receive(ctx, fmt, out, weights is not None, desc, plan, biases, split=False)
     if plan.overlapped:
@@ -229,10 +229,11 @@ def _publish(
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     aside: bool = False,
-) -> None:
+) -> torch.Tensor:
     """Publish expert outputs to the ranks of this node; with local combine, sum them per token first.
 
-    aside: the sums are computed on the side stream, which the caller joins.
+    aside: the sums are computed on the side stream, which the caller joins. Until then it keeps the result: the rows
+    that are read, `y` or a copy.
     """
     ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
@@ -261,7 +262,7 @@ def _publish(
             call=plan.call,
             stream=side,
         )
-        return
+        return y
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)
     if in_place:
@@ -269,7 +270,7 @@ def _publish(
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
         publisher = ctx.launcher(("publish",), exchange.publish)
         publisher.launch(plan.programs, placement_ptr=desc.placement, call=plan.call)
-        return
+        return y
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
     _stager(ctx, fmt, has_weights, row_words).launch(
@@ -281,6 +282,7 @@ def _publish(
         row_capacity=ctx.sizes.output_rows,
         call=plan.call,
     )
+    return y
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:

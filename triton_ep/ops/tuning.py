@@ -181,8 +181,7 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
     publish, pull: upper bounds of what their programs take, the same on all ranks.
     reduced: rows are summed before they are published; the sums may overlap the pull.
 
-    With one node, `reduced` sums are sent to the ranks that pull them from their own memory: both kernels then share
-    the whole GPU (`sums_here`).
+    With one node, both kernels share the whole GPU if sums are `reduced` (`sums_here`).
     """
     pulling = exchange_programs(config.num_sm)
     if INTERPRETING:
