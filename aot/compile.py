@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from triton_ep.aot.ptx import local_bytes, narrow_accesses, without_places
+from triton_ep.aot.ptx import memory_bytes, narrow_accesses, without_places
 from triton_ep.kernels.spec import KernelSpec, all_kernels
 from triton_ep.runtime.compiler import options_of, source_of
 from triton_ep.runtime.parameters import interface
@@ -98,6 +98,7 @@ def _facts(
     matrix = re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor)\b", ptx)
     code = [line.split("//")[0].lower() for line in ptx.splitlines() if not line.strip().startswith(".file")]
     visible = [line for line in ptx.splitlines() if line.startswith(".visible .const")]
+    local, static = _memory_bytes(cubin)
     return {
         "moves_rows": spec.moves_rows,
         "calls_nvshmem": request.calls_nvshmem,
@@ -107,18 +108,19 @@ def _facts(
             order: [ttgir.count(f", {order}, sys,"), sum({order, "sys"} <= found for found in instructions)]
             for order in ("acquire", "release")
         },
-        "local_bytes": _local_bytes(cubin),
+        "local_bytes": local,
+        "static_bytes": static,
         "matrix": {kind: matrix.count(kind) for kind in sorted(set(matrix))},
         "nvshmem_lines": sum("nvshmem" in line for line in code),
         "visible": [name for name in _STATE if any(name in line for line in visible) and name.encode() in cubin],
     }
 
 
-def _local_bytes(cubin: bytes) -> int:
-    """Bytes of stack and local memory per thread."""
+def _memory_bytes(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack and local memory per thread, and of static shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, timeout=60)
-    return local_bytes(done.stdout)
+    return memory_bytes(done.stdout)

@@ -97,16 +97,17 @@ def narrow_accesses(ttgir: str, ptx: str, num_threads: int) -> tuple[list[str], 
     return list(narrow), wide_stores
 
 
-def local_bytes(resource_usage: str) -> int:
-    """Stack and local memory per thread, spills included, from `cuobjdump -res-usage`.
+def memory_bytes(resource_usage: str) -> tuple[int, int]:
+    """Stack and local memory per thread, spills included, and static shared memory per program, from
+    `cuobjdump -res-usage`.
 
     Raises:
         ValueError: the text names no function.
     """
-    found = re.findall(r"\bSTACK:(\d+)\b.*\bLOCAL:(\d+)\b", resource_usage)
+    found = re.findall(r"\bSTACK:(\d+)\b.*\bSHARED:(\d+)\b.*\bLOCAL:(\d+)\b", resource_usage)
     if not found:
         raise ValueError(f"cuobjdump -res-usage names no function: {resource_usage!r}")
-    return max(int(stack) + int(local) for stack, local in found)
+    return max(int(stack) + int(local) for stack, _, local in found), max(int(shared) for _, shared, _ in found)
 
 
 def without_places(ptx: str) -> str:

@@ -192,6 +192,12 @@ def rows_from_there(own, row, item, here):
 
 
 @triton.jit
+def own_row(own, item, here):
+    """Number of the row of one item, as `bytes_of_rows` counts the rows of `own`."""
+    return tl.load(own.tokens_ptr + item, mask=here, other=0)
+
+
+@triton.jit
 def own_rows(job, placement_ptr, ROWS: tl.constexpr, LWP: tl.constexpr):
     """All rows of this rank, as the only `ArrivedRows`."""
     start = tl.load(first_arrivals_of(job, placement_ptr) + job.rank)

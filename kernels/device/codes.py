@@ -150,6 +150,21 @@ def partial_stride(hidden):
     return (hidden + 7) // 8 * 8
 
 
+# bulk.py: rows in shared memory.
+LANES = 32
+"""Threads of the one warp of a program that copies rows in bulk: most destinations of a row."""
+
+
+def slot_bytes(row_bytes):
+    """Bytes of shared memory from one row to the next."""
+    return (row_bytes + 127) // 128 * 128
+
+
+def ring_bytes(slots, row_bytes):
+    """Bytes of shared memory of `slots` rows, with a barrier for each."""
+    return slots * ((row_bytes + 127) // 128 * 128 + 8)
+
+
 # calls.py: the host word that a rank publishes with its splits, or with its low-latency rows.
 HOST_REJECTED = 1
 """The host rejected this rank's arguments."""

@@ -23,7 +23,6 @@ QUANTISE = tl.constexpr(codes.QUANTISE)
 MX = tl.constexpr(codes.MX)
 ROW_UNIT = tl.constexpr(codes.ROW_UNIT)
 _BLOCK = tl.constexpr(32)
-_FILLED_BITS = tl.constexpr(8 * 1024)
 
 
 class Tile(NamedTuple):
@@ -52,17 +51,21 @@ class RowTile(NamedTuple):
 
 
 class CopyTile(NamedTuple):
-    """Like `RowTile`, for a loop that loads rows STAGES - 1 iterations ahead (`SumTile`).
+    """Like `RowTile`, for a loop that loads rows STAGES - 1 iterations ahead (`SumTile`), or copies them in bulk.
 
     Attributes:
         ROWS, BLOCK_H, TILES: as in `RowTile`.
         STAGES: 1 loads nothing ahead.
+        SLOTS, ROW_BYTES, SCALE_BYTES: as in Ring (bulk.py).
     """
 
     ROWS: tl.constexpr
     BLOCK_H: tl.constexpr
     TILES: tl.constexpr
     STAGES: tl.constexpr
+    SLOTS: tl.constexpr
+    ROW_BYTES: tl.constexpr
+    SCALE_BYTES: tl.constexpr
 
 
 class SumTile(NamedTuple):
@@ -175,12 +178,12 @@ class Output(NamedTuple):
 
 
 @triton.jit
-def fill_rest(ptr, first, end, value):
-    """Store `value` to the elements from `first` to `end`; each program of the grid stores a share.
+def fill_rest(ptr, first, end, value, BYTES: tl.constexpr):
+    """Store `value` to the elements from `first` to `end`; each program of the grid stores a share, BYTES at a time.
 
     Steps are short: neither end need be a multiple of 16 bytes, so a thread stores one element at a time.
     """
-    STEP: tl.constexpr = _FILLED_BITS // ptr.dtype.element_ty.primitive_bitwidth
+    STEP: tl.constexpr = BYTES * 8 // ptr.dtype.element_ty.primitive_bitwidth
     offs = tl.arange(0, STEP)
     for start in range(first + tl.program_id(0) * STEP, end, tl.num_programs(0) * STEP):
         values = tl.full([STEP], value, ptr.dtype.element_ty)

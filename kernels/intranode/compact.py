@@ -12,7 +12,8 @@ Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. rec
               zero where recv_idx is -1. Rows are ordered by source rank, then by token, like the staging rows.
               stage_meta gives the expert-major row of each assignment of a staging row; its expert is the last one
               whose segment starts at or before that row.
-Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta.
+Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta. Rows may be copied in bulk,
+              as in intranode/dispatch.py.
 Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
               concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
@@ -37,6 +38,8 @@ from ..device.arrivals import (
     wait_arrivals,
 )
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
+from ..device.bulk import close_ring, filled_bytes, open_ring
+from ..device.bulk_arrivals import copy_arrived
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, num_nodes, state_at
@@ -149,16 +152,20 @@ def _receive_rows(
     row_limit,
     HAS_SCALES: tl.constexpr,
     tile,
+    base,  # ring
 ):
     """Copy this program's share of some rows. Shares depend on position, as in the expand kernel."""
-    source_ptr = bytes_of_rows(job, own)
-    first = my_first(arrived.first, 0)
-    for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
-        first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
-        row = first_row + tl.arange(0, tile.ROWS)
-        alive = row < tl.minimum(end, row_limit)
-        at = rows_from_there(own, row, number, alive)
-        _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
+    if tile.SLOTS > 0:
+        copy_arrived(job, out, arrived, LWP, own, row_limit, None, tile, base)
+    else:
+        source_ptr = bytes_of_rows(job, own)
+        first = my_first(arrived.first, 0)
+        for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
+            first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
+            row = first_row + tl.arange(0, tile.ROWS)
+            alive = row < tl.minimum(end, row_limit)
+            at = rows_from_there(own, row, number, alive)
+            _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
 
 
 @triton.jit
@@ -217,19 +224,20 @@ def compact_rows_kernel(
     choices: Choices,
     tile: CopyTile,
 ):
+    base = open_ring(tile)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0)
     if parts.HAS_IDX:
         # A static buffer has more rows than arrive; a failed dispatch has none.
         num_rows = tl.minimum(tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS)), row_limit)
         first = tl.where(arrived, num_rows, 0) * choices.TOPK
-        fill_rest(recv_idx_ptr, first, row_limit * choices.TOPK, -1)
+        fill_rest(recv_idx_ptr, first, row_limit * choices.TOPK, -1, filled_bytes(tile.SLOTS))
         if parts.HAS_WEIGHTS:
-            fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0)
+            fill_rest(out.recv_weights_ptr, first, row_limit * choices.TOPK, 0.0, filled_bytes(tile.SLOTS))
     LWP: tl.constexpr = arrivals.LWP
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, LWP)
-        _receive_rows(job, out, news, LWP, own, row_limit, parts.HAS_SCALES, tile)
+        _receive_rows(job, out, news, LWP, own, row_limit, parts.HAS_SCALES, tile, base)
         _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
@@ -240,6 +248,7 @@ def compact_rows_kernel(
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
-                _receive_rows(job, out, news, LWP, None, row_limit, parts.HAS_SCALES, tile)
+                _receive_rows(job, out, news, LWP, None, row_limit, parts.HAS_SCALES, tile, base)
                 _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
                 done = ready
+    close_ring(tile)

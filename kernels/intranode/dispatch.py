@@ -20,7 +20,9 @@ Layout        stage_x [capacity, row on the wire (device/payload.py)], by source
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all stores of the
               program so far; its further flags follow without one. 3 acquires all flags. A release per row cuts the
-              bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs).
+              bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs). Rows may be copied in bulk
+              (device/bulk.py): each thread that started such stores waits for their end before 2, and a fence lets the
+              loads of 4 see what 3 acquired.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
@@ -48,6 +50,21 @@ from ..device.arrivals import (
     wait_arrivals,
 )
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
+from ..device.bulk import (
+    LANES,
+    Ring,
+    await_row,
+    begin_rows,
+    close_ring,
+    end_row,
+    filled_bytes,
+    load_row,
+    open_ring,
+    store_row,
+    wait_left,
+    wait_stored,
+)
+from ..device.bulk_arrivals import copy_arrived
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, is_local, my_node, num_nodes, state_at
@@ -77,22 +94,38 @@ from ..spec import ep_kernel
 LANDING_MX = tl.constexpr(codes.LANDING_MX)
 LANDING_ROW = tl.constexpr(codes.LANDING_ROW)
 LANDING_BF16 = tl.constexpr(codes.LANDING_BF16)
+_ITEMS = tl.constexpr(4)
+"""Rows whose weights and copies are stored at a time, where the rows are copied in bulk."""
 
 
 class Landing(NamedTuple):
     """Form of the output rows.
 
     Attributes:
+        copy_rows_ptr: out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS.
         LANDING: LANDING_* (device/codes.py).
         HAS_WEIGHTS: rows have routing weights.
         HAS_PADDING: experts' segments are padded with rows of zeros.
         KEEP_COPY_ROWS: write copy_rows.
     """
 
+    copy_rows_ptr: Any
     LANDING: tl.constexpr
     HAS_WEIGHTS: tl.constexpr
     HAS_PADDING: tl.constexpr
     KEEP_COPY_ROWS: tl.constexpr
+
+
+class Chunks(NamedTuple):
+    """Chunks of tokens, in which the steps of a push are counted.
+
+    Attributes:
+        BLOCK_T: tokens of a chunk.
+        STEP_CHUNKS: chunks for which a step is worth its release.
+    """
+
+    BLOCK_T: tl.constexpr
+    STEP_CHUNKS: tl.constexpr
 
 
 class Room(NamedTuple):
@@ -107,6 +140,79 @@ class Room(NamedTuple):
     stage_capacity: Any
 
 
+@triton.jit
+def _push_tiles(source, push_addrs_ptr, begin, end, TOPK: tl.constexpr, MOST: tl.constexpr, tile):
+    """Store this program's share of some rows at their addresses. MOST: ranks of this node that a token goes to."""
+    data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
+    offs = tl.arange(0, tile.BLOCK_H)
+    for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
+        token = number * tile.ROWS + tl.arange(0, tile.ROWS)
+        alive = token < end
+        # Load all addresses first: after the stores of one row, the next load would wait for memory each time.
+        addrs = ()
+        for k in tl.static_range(MOST):
+            addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
+        for h in range(0, source.row_words, tile.BLOCK_H):
+            in_row = (h + offs < source.row_words)[None, :]
+            data, scales = load_payload(
+                source.x_ptr + token.to(tl.int64) * source.row_words,
+                source.scale_ptr + token.to(tl.int64) * (data_bytes // 32),
+                alive,
+                h,
+                source.row_words,
+                source.PAYLOAD,
+                tile.BLOCK_H,
+            )
+            for k in tl.static_range(MOST):
+                addr = addrs[k]
+                here = addr != 0
+                if tl.sum(here.to(tl.int32)) > 0:
+                    dest = tl.multiple_of(addr.to(tl.pointer_type(data.dtype)), 16)
+                    tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
+                    if source.PAYLOAD != WORDS:
+                        dest = tl.multiple_of((addr + data_bytes).to(tl.pointer_type(tl.uint8)), 16)
+                        store_scales(dest, here, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _before(token):
+    """Number of this program's rows before a token, if token t belongs to program t modulo the programs."""
+    return tl.cdiv(tl.maximum(token - tl.program_id(0), 0), tl.num_programs(0))
+
+
+@triton.jit
+def _own_row(source, token, ring):
+    """Addresses of the row of a token of this rank, and of its scales, if they are apart."""
+    token = token.to(tl.int64)
+    DATA: tl.constexpr = 32 * ring.SCALE_BYTES if ring.SCALE_BYTES > 0 else ring.ROW_BYTES
+    return source.x_ptr.to(tl.int64) + token * DATA, source.scale_ptr.to(tl.int64) + token * ring.SCALE_BYTES
+
+
+@triton.jit
+def _load_own(source, ring, base, n, num_tokens):
+    """Start to load row n of this program, if there is one."""
+    token = tl.program_id(0) + n * tl.num_programs(0)
+    if token < num_tokens:
+        row, scales = _own_row(source, token, ring)
+        load_row(ring, base, n, row, scales, ring.SCALE_BYTES > 0, True)
+
+
+@triton.jit
+def _push_rows(source, push_addrs_ptr, begin, end, num_tokens, TOPK: tl.constexpr, MOST: tl.constexpr, ring, base):
+    """`_push_tiles` by bulk copies. Loads rows of the next step, too."""
+    lanes = tl.arange(0, LANES)
+    for n in range(_before(begin), _before(end)):
+        token = tl.program_id(0) + n * tl.num_programs(0)
+        addrs = tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + lanes, mask=lanes < MOST, other=0)
+        row, scales = _own_row(source, token, ring)
+        await_row(ring, base, n)
+        store_row(ring, base, n, row, scales, ring.SCALE_BYTES > 0, addrs, 0, ring.ROW_BYTES, True)
+        end_row()
+        wait_left(1)
+        _load_own(source, ring, base, n + ring.SLOTS - 1, num_tokens)
+    wait_stored()
+
+
 @ep_kernel(x_ptr="*{WORD}", scale_ptr="*u8", push_addrs_ptr="*i64", specialised=("row_words",), num_warps=None)
 def dispatch_push_kernel(
     source: Source,
@@ -116,50 +222,31 @@ def dispatch_push_kernel(
     num_tokens,
     TOPK: tl.constexpr,
     senders: Senders,
-    BLOCK_T: tl.constexpr,
-    STEP_CHUNKS: tl.constexpr,  # chunks of BLOCK_T tokens for which a step is worth its release
+    chunks: Chunks,
     tile: Tile,
+    ring: Ring,
 ):
+    base = open_ring(ring)
     if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
         return
-    data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)
     local = tl.arange(0, senders.LWP)
     MOST: tl.constexpr = fewer(TOPK, senders.LWP)  # ranks of this node that a token goes to
-    num_chunks = tl.cdiv(num_tokens, BLOCK_T)
-    num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
-    offs = tl.arange(0, tile.BLOCK_H)
+    num_chunks = tl.cdiv(num_tokens, chunks.BLOCK_T)
+    num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)
+    if ring.SLOTS > 0:
+        begin_rows(ring, base)
+        for n in tl.static_range(ring.SLOTS - 1):
+            _load_own(source, ring, base, n, num_tokens)
     for step in range(num_steps):
-        begin = part_begin(part_of_step(step, num_steps), num_chunks) * BLOCK_T
+        # Not carried from step to step: Triton 3.6 and 3.7 lose what they only need as a bound of an inner loop.
+        begin = part_begin(part_of_step(step, num_steps), num_chunks) * chunks.BLOCK_T
         next_part = part_of_step(step + 1, num_steps)
-        end = tl.minimum(part_begin(next_part, num_chunks) * BLOCK_T, num_tokens)
-        for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
-            token = number * tile.ROWS + tl.arange(0, tile.ROWS)
-            alive = token < end
-            # Load all addresses first: after the stores of one row, the next load would wait for memory each time.
-            addrs = ()
-            for k in tl.static_range(MOST):
-                addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
-            for h in range(0, source.row_words, tile.BLOCK_H):
-                in_row = (h + offs < source.row_words)[None, :]
-                data, scales = load_payload(
-                    source.x_ptr + token.to(tl.int64) * source.row_words,
-                    source.scale_ptr + token.to(tl.int64) * (data_bytes // 32),
-                    alive,
-                    h,
-                    source.row_words,
-                    source.PAYLOAD,
-                    tile.BLOCK_H,
-                )
-                for k in tl.static_range(MOST):
-                    addr = addrs[k]
-                    here = addr != 0
-                    if tl.sum(here.to(tl.int32)) > 0:
-                        dest = tl.multiple_of(addr.to(tl.pointer_type(data.dtype)), 16)
-                        tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
-                        if source.PAYLOAD != WORDS:
-                            dest = tl.multiple_of((addr + data_bytes).to(tl.pointer_type(tl.uint8)), 16)
-                            store_scales(dest, here, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
+        end = tl.minimum(part_begin(next_part, num_chunks) * chunks.BLOCK_T, num_tokens)
+        if ring.SLOTS > 0:
+            _push_rows(source, push_addrs_ptr, begin, end, num_tokens, TOPK, MOST, ring, base)
+        else:
+            _push_tiles(source, push_addrs_ptr, begin, end, TOPK, MOST, tile)
         # With fewer than STEPS steps, the flag jumps to STEPS at the last one.
         more = tl.cast(step + 1, tl.int32) < num_steps
         mask = is_local(job, local) & more
@@ -241,7 +328,6 @@ def _expand_rows(
     arrived,  # ArrivedRows
     LWP: tl.constexpr,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
-    copy_rows_ptr,
     stage_capacity,
     landing,
     choices,
@@ -289,7 +375,65 @@ def _expand_rows(
             tl.store(out.recv_scale_ptr + copies, tl.broadcast_to(scale[:, None], copies.shape), mask=copies >= 0)
         if landing.KEEP_COPY_ROWS:
             copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
-            tl.store(copy_rows_ptr + copy, copies, mask=mask & here[:, None])
+            tl.store(landing.copy_rows_ptr + copy, copies, mask=mask & here[:, None])
+
+
+@triton.jit
+def _zero_rows(out, rows, SCALE_BYTES: tl.constexpr):
+    """Zero output rows [n], -1 = none. SCALE_BYTES: bytes of their scales, a multiple of 16, or 0."""
+    PIECE: tl.constexpr = 16
+    zeros = tl.zeros([rows.shape[0], PIECE], out.recv_x_ptr.dtype.element_ty)
+    offs = tl.arange(0, PIECE)[None, :]
+    here, at = (rows >= 0)[:, None], rows.to(tl.int64)[:, None]
+    for h in range(0, out.row_words, PIECE):
+        tl.store(out.recv_x_ptr + at * out.row_words + h + offs, zeros, mask=here & (h + offs < out.row_words))
+    for h in range(0, SCALE_BYTES, PIECE):
+        tl.store(out.recv_scale_ptr + at * SCALE_BYTES + h + offs, zeros.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def _complete_rows(
+    job,
+    out,
+    arrived,  # ArrivedRows, in tiles of one row
+    LWP: tl.constexpr,
+    stage_capacity,
+    landing,
+    choices,
+    SCALE_BYTES: tl.constexpr,
+):
+    """What `_expand_rows` does besides copying rows, for the rows that `copy_arrived` copies."""
+    stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
+    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
+    ks = tl.arange(0, choices.KP)[None, :]
+    step = tl.num_programs(0)
+    for item in range(my_first(arrived.first, 0), arrived.end, step * _ITEMS):
+        row, end = place_of(job, arrived, item + tl.arange(0, _ITEMS) * step, 1, LWP)
+        alive = row < end
+        here = alive & (row < stage_capacity)
+        mask = alive[:, None] & (ks < choices.TOPK)
+        meta = row.to(tl.int64)[:, None] * (2 * choices.KP) + ks
+        copies = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
+        if landing.HAS_WEIGHTS:
+            weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
+            weights = tl.where(here[:, None], weights, 0.0)
+            tl.store(out.recv_weights_ptr + copies, weights, mask=copies >= 0)
+        if landing.KEEP_COPY_ROWS:
+            copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
+            tl.store(landing.copy_rows_ptr + copy, copies, mask=mask & here[:, None])
+        if tl.max((alive & (row >= stage_capacity)).to(tl.int32)) > 0:
+            lost = tl.where(here[:, None], -1, copies)
+            _zero_rows(out, tl.reshape(lost, [_ITEMS * choices.KP]), SCALE_BYTES)
+
+
+@triton.jit
+def _lay_out(job, out, arrived, LWP: tl.constexpr, own, stage_capacity, landing, choices, tile, base):
+    """Lay out this program's share of some rows, in bulk or through registers. base: ring."""
+    if tile.SLOTS > 0:
+        copy_arrived(job, out, arrived, LWP, own, stage_capacity, choices, tile, base)
+        _complete_rows(job, out, arrived, LWP, stage_capacity, landing, choices, tile.SCALE_BYTES)
+    else:
+        _expand_rows(job, out, arrived, LWP, own, stage_capacity, landing, choices, tile)
 
 
 @triton.jit
@@ -341,7 +485,6 @@ def _zero_padding(
 )
 def dispatch_expand_kernel(
     out: Output,
-    copy_rows_ptr,  # out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
     job: Job,
     room: Room,
@@ -351,18 +494,20 @@ def dispatch_expand_kernel(
     choices: Choices,
     tile: CopyTile,
 ):
+    base = open_ring(tile)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= room.num_rows) & (is_held(job, placement_ptr) == 0)
     # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
     if landing.HAS_WEIGHTS:
-        fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), room.num_rows, 0.0)
+        fill_rest(out.recv_weights_ptr, tl.where(arrived, in_use, 0), room.num_rows, 0.0, filled_bytes(tile.SLOTS))
     if landing.HAS_PADDING:
         if arrived:
             _zero_padding(job, out, placement_ptr, landing, tile)
+    LWP: tl.constexpr = arrivals.LWP
     if arrived & (own.in_place != 0):
-        news = own_rows(job, placement_ptr, tile.ROWS, arrivals.LWP)
-        _expand_rows(job, out, news, arrivals.LWP, own, copy_rows_ptr, room.stage_capacity, landing, choices, tile)
+        news = own_rows(job, placement_ptr, tile.ROWS, LWP)
+        _lay_out(job, out, news, LWP, own, room.stage_capacity, landing, choices, tile, base)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
@@ -371,16 +516,7 @@ def dispatch_expand_kernel(
         while (steps < STEPS) & arrived:
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
-                _expand_rows(
-                    job,
-                    out,
-                    arrived_rows(job, sources, done, ready, own_done, tile.ROWS, arrivals.LWP),
-                    arrivals.LWP,
-                    None,
-                    copy_rows_ptr,
-                    room.stage_capacity,
-                    landing,
-                    choices,
-                    tile,
-                )
+                news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
+                _lay_out(job, out, news, LWP, None, room.stage_capacity, landing, choices, tile, base)
                 done = ready
+    close_ring(tile)

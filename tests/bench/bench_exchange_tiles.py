@@ -32,7 +32,6 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
-from tests.bench import bulk_push
 from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench.origins import coded_rows
@@ -43,7 +42,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import tuning
 from triton_ep.runtime.launch import INTERPRETING
-from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans import compact, exchange
 from triton_ep.runtime.plans.shape import Plan, Shape
 from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry
 
@@ -58,7 +57,10 @@ class Way:
         num_sm: programs of the exchange.
         push, expand, reduce, pull: (rows, warps) of these kernels.
         push_tile: (warps, words, rows, registers) of the push.
-        bulk: push by bulk copies (bulk_push.py); on GPUs.
+        bulk: whether rows are pushed, and laid out, by bulk copies.
+        sending: programs that push rows from all multiprocessors.
+        beside: programs that lay rows out per multiprocessor, next to these.
+        slots: most rows on their way per program that copies in bulk.
         registers: registers per thread of the expand kernel.
         block: words of its tile.
         expanding: its programs per free multiprocessor.
@@ -72,7 +74,10 @@ class Way:
     num_sm: int = 20
     push: tuple[int, int] | None = None
     push_tile: tuple[int, int, int, int] | None = None
-    bulk: bool | None = None
+    bulk: tuple[bool, bool] | None = None
+    sending: int | None = None
+    beside: int | None = None
+    slots: int | None = None
     expand: tuple[int, int] | None = None
     reduce: tuple[int, int] | None = None
     pull: tuple[int, int] | None = None
@@ -93,17 +98,18 @@ class Way:
 
 DISPATCH = (
     Way(),
-    Way(num_sm=24),
-    Way(num_sm=32),
-    Way(push=(1, 32)),
-    Way(num_sm=24, push=(1, 32)),
-    Way(num_sm=32, push=(1, 32)),
-    Way(num_sm=24, expanding=(3, 2)),
-    Way(num_sm=24, push=(2, 32)),
-    Way(bulk=True),
-    Way(bulk=True, expanding=(3, 2)),
+    Way(bulk=(False, False)),
+    Way(bulk=(True, False)),
+    Way(bulk=(False, True)),
+    Way(sending=64),
+    Way(beside=2),
+    Way(beside=4),
+    Way(layers=1),
+    Way(slots=3),
+    Way(budget=24),
+    Way(num_sm=12, budget=24),
 )
-COMPACT = (Way(), Way(bulk=True), Way(num_sm=32))
+COMPACT = (Way(), Way(bulk=(False, False)), Way(beside=2), Way(beside=4), Way(slots=3), Way(budget=24))
 COMBINE = (
     Way(),
     Way(num_sm=24),
@@ -141,6 +147,8 @@ def _changed(way: Way) -> Iterator[None]:
     expand_plan, combining = exchange.expand, combine_ops.combining_programs
     push_plan, reduce_plan, pull_plan = exchange.push, exchange.reduce, exchange.pull
     share, layers, pulling = tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE
+    sending, beside, slots = tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE, exchange.MOST_SLOTS
+    landed_ring, landed_compact = exchange.landed_ring, compact.landed_ring
 
     def expand(*args: Any) -> Plan:
         plan = expand_plan(*args)
@@ -150,9 +158,9 @@ def _changed(way: Way) -> Iterator[None]:
         return replace(plan, constexprs=values, maxnreg=way.registers or plan.maxnreg)
 
     def push(*args: Any) -> Plan:
+        if way.bulk is not None and not way.bulk[0]:
+            args = *args[:-1], False
         plan = push_plan(*args)
-        if way.bulk:
-            return bulk_push.plan(plan, args[0])
         if way.push_tile is None:
             return plan
         warps, words, rows, registers = way.push_tile
@@ -173,12 +181,18 @@ def _changed(way: Way) -> Iterator[None]:
     combine_ops.combining_programs = combining_programs
     tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
     tuning._PULL_SHARE = way.pulling or pulling
+    tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE = way.sending or sending, way.beside or beside
+    exchange.MOST_SLOTS = way.slots or slots
+    if way.bulk is not None and not way.bulk[1]:
+        exchange.landed_ring = compact.landed_ring = lambda *_: exchange.NO_RING
     try:
         yield
     finally:
         exchange.push, exchange.expand, combine_ops.combining_programs = push_plan, expand_plan, combining
         exchange.reduce, exchange.pull = reduce_plan, pull_plan
         tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE = share, layers, pulling
+        tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE, exchange.MOST_SLOTS = sending, beside, slots
+        exchange.landed_ring, compact.landed_ring = landed_ring, landed_compact
 
 
 def _tiled(plan: Plan, s: Shape, tile: tuple[int, int, int, int, int] | None) -> Plan:
@@ -266,7 +280,7 @@ def run(args: argparse.Namespace) -> None:
     """Run on each rank."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
     ways = {"dispatch": DISPATCH, "compact": COMPACT, "combine": COMBINE}[args.op]
-    ways = tuple(way for way in ways[:3] if not way.bulk) if INTERPRETING else ways
+    ways = ways[:3] if INTERPRETING else ways
     if rank == 0:
         print(f"# {args.op}, {args.payload}, {args.tokens} tokens, {ranks} ranks", flush=True)
     made, calls, first = [], {}, None

@@ -17,7 +17,7 @@ import pytest
 from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of
 from tests.programs import run_program
 from triton_ep.aot.ptx import accesses, narrow_accesses
-from triton_ep.kernels.device.codes import P2P
+from triton_ep.kernels.device.codes import P2P, ring_bytes
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.runtime.plans import Shape, exchange
 from triton_ep.runtime.plans.layers import layer_requests
@@ -57,6 +57,9 @@ an activation is quantised; sums that watch the flags of 8 ranks, with Triton 3.
 
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a program, on both architectures."""
+
+RESERVED = 1024
+"""Bytes of shared memory that CUDA takes of every program that has any."""
 
 PRODUCTS = {
     90: "wgmma.mma_async",
@@ -130,7 +133,7 @@ def test_compiles(results: list[dict[str, Any]], built: Built, kernel: str) -> N
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel: str) -> None:
-    """A thread that loads or stores 16 bytes of a tile or more does so 16 bytes at a time.
+    """A thread that loads or stores 16 bytes of a tile or more does so 16 bytes at a time. Rows may be copied in bulk.
 
     Read from the PTX, at the location of each statement that moves a tile.
     """
@@ -140,7 +143,7 @@ def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel
     _report(
         f"{_name(facts)} takes rows of tokens but has no 16-byte store of a tile"
         for facts in _of(results, kernel)
-        if facts["moves_rows"] and facts["whole"] and not facts["wide_stores"]
+        if facts["moves_rows"] and facts["whole"] and not facts["wide_stores"] and not _ring(facts)
     )
 
 
@@ -165,9 +168,18 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
         assert facts["local_bytes"] <= limit, f"{_name(facts)} keeps {facts['local_bytes']} bytes, {limit} are allowed"
 
 
+def _ring(facts: dict[str, Any]) -> int:
+    """Bytes of shared memory that a variant declares for rows that it copies in bulk."""
+    values = dict(word.split("=") for word in facts["variant"].split())
+    slots = int(values.get("SLOTS", 0))
+    return ring_bytes(slots, int(values["ROW_BYTES"])) if slots else 0
+
+
 def _counted(facts: dict[str, Any]) -> int:
     """Bytes of shared memory that the plan of a variant counts for a program."""
     plan = facts["kernel"].removeprefix("combine_").removesuffix("_kernel")
+    if _ring(facts):
+        return exchange.SHARED_BESIDE_RING
     if facts["kernel"] in ("dispatch_expand_kernel", "compact_rows_kernel"):
         values = dict(word.split("=") for word in facts["variant"].split())
         tile = {name: int(values[name]) for name in ("STAGES", "TILES", "ROWS", "BLOCK_H")}
@@ -187,6 +199,20 @@ def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(res
         for facts in results
         if facts["kernel"].startswith(("dispatch_", "combine_", "internode_", "compact_", "splits_", "low_latency_"))
         and facts["shared_bytes"] > _counted(facts)
+    )
+
+
+def test_kernels_that_copy_in_bulk_declare_one_ring(results: list[dict[str, Any]]) -> None:
+    """The compiler has not doubled the declaration: programs take the shared memory that grids count, no more."""
+    assert {facts["kernel"] for facts in results if _ring(facts)} == {
+        "compact_rows_kernel",
+        "dispatch_expand_kernel",
+        "dispatch_push_kernel",
+    }
+    _report(
+        f"{_name(facts)} declares {facts['static_bytes']} bytes of shared memory, {_ring(facts)} are counted"
+        for facts in results
+        if max(facts["static_bytes"] - RESERVED, 0) != _ring(facts)
     )
 
 

@@ -13,7 +13,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device import low_latency as turns
-from triton_ep.kernels.device.codes import LANDING_MX, LANDING_WORDS, WORDS
+from triton_ep.kernels.device.codes import LANDING_BF16, LANDING_MX, LANDING_ROW, LANDING_WORDS, WORDS
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import compact, exchange, low_latency
@@ -265,7 +265,7 @@ def test_more_programs_forward_rows_than_push_them(
 
 def test_programs_between_nodes_do_the_work_of_four() -> None:
     """Fewer programs lay rows out there, each with four times the rows, and still fit on a multiprocessor."""
-    one_node = Shape(4096, 7168, 8, 256, 4, 4, payload="mxfp8")
+    one_node = Shape(512, 7168, 8, 256, 4, 4, payload="mxfp8")  # with more tokens rows are copied in bulk
     for landing, words in ((0, 1792), (1, 896), (2, 1792), (3, 1792)):
         plans = [exchange.expand(replace(one_node, local_world_size=n), landing, True, True, words) for n in (4, 2)]
         few, many = (plan.constexprs["ROWS"] * plan.constexprs["BLOCK_H"] for plan in plans)
@@ -299,6 +299,38 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
     assert 2 * number <= most_waiting(H200, expand, push, SENDING_PROGRAMS)
 
 
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_rows_are_copied_in_bulk_if_their_format_allows(payload: str | None) -> None:
+    """Within a node and without a budget, rows of multiples of 16 bytes that are not converted, unless settings are
+    tuned or two rows do not fit; the plan counts the shared memory that the compiler does not see."""
+    shape = Shape(4096, 7168, 8, 256, 4, 4, payload=payload)
+    landing = LANDING_WORDS if payload is None else LANDING_MX
+
+    def slots(s: Shape, words: int = 896, **push: Any) -> list[int]:
+        plans = [
+            exchange.push(s, WORDS, words, True, **push),
+            exchange.expand(s, landing, False, True, words),
+            compact.copy_out(s, payload is not None, True, True, words),
+        ]
+        for plan in plans:
+            room = per_multiprocessor(Program.declared(plan, 1))
+            assert (plan.ring_bytes > 0) == (plan.constexprs["SLOTS"] > 0)
+            assert plan.ring_bytes == 0 or (plan.num_warps == 1 and plan.shared_bytes > plan.ring_bytes and room >= 4)
+        return [plan.constexprs["SLOTS"] for plan in plans]
+
+    assert slots(shape) == [2, 2, 2]
+    assert slots(shape, aligned=False) == [0, 2, 2]
+    for other in ({"budgeted": True}, {"max_tokens": 512}, {"local_world_size": 2}, {"hidden": 2**17}):
+        assert slots(replace(shape, **other)) == [0, 0, 0]
+    tuned = (("push", 1, 8), ("expand", 1, 4))
+    assert slots(replace(shape, tuned=tuned)) == [0, 0, 0]
+    # Rows of MXFP8 travel in multiples of 128 bytes; their scales are stored apart.
+    assert slots(replace(shape, hidden=7168 + 32)) == ([2, 2, 2] if payload is None else [2, 0, 0])
+    assert slots(replace(shape, hidden=7168 + 4)) == ([0, 0, 0] if payload is None else [2, 0, 0])
+    for kind in (LANDING_ROW, LANDING_BF16):
+        assert exchange.expand(shape, kind, False, True, 1792).constexprs["SLOTS"] == 0
+
+
 def test_rows_are_sent_from_everywhere_only_within_a_node() -> None:
     """Not between nodes, within a budget, for few tokens, or to more than 16 ranks; then `num_sm` programs do."""
     shape = Shape(4096, 7168, 8, 256, 4, 4, num_sm=24)
@@ -328,5 +360,6 @@ def test_kernels_that_wait_for_each_other_divide_multiprocessors_alike(
         compact.copy_out(shape, payload is not None, True, True, 896),
     ]
     assert len({plan.side_by_side for plan in plans}) == 1
-    # Only kernels that prefer all shared memory load rows ahead, into it.
-    assert all(plan.side_by_side == (plan.constexprs.get("STAGES", 3) > 1) for plan in plans[2:])
+    # Only kernels that prefer all shared memory load rows ahead, into it, or copy them in bulk.
+    for values in (plan.constexprs for plan in plans[2:]):
+        assert plans[0].side_by_side == (values["STAGES"] > 1 or values["SLOTS"] > 0)

@@ -73,8 +73,8 @@ def push(
     """
     words, scale, row_words, payload = _source(ctx, x)
     programs, flags, spread = pushing_programs(ctx, fmt, overlapped)
-    key = ("spread" if spread else "push", payload, row_words)
-    ctx.launcher(key, exchange.push, payload, row_words, spread, fmt=fmt).launch(
+    kind = (payload, row_words, spread, (words.data_ptr() | scale.data_ptr()) % 16 == 0)
+    ctx.launcher(("spread" if spread else "push", *kind), exchange.push, *kind, fmt=fmt).launch(
         programs,
         x_ptr=words,
         scale_ptr=scale,

@@ -416,7 +416,7 @@ class Launcher:
         made.run  # loads it  # noqa: B018
         if request.side_by_side:
             prefer_shared_memory(made.function)
-        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
+        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared + self.plan.ring_bytes)
         self._note(taken)
         if self._cache is not None and not request.calls_nvshmem:
             self._cache.store(self.spec, request, made, taken)

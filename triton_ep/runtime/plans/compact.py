@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from triton_ep.runtime.plans.exchange import EXPANDING, as_many_as_four, copy_tile, copying, watched_sources
+from triton_ep.runtime.plans.exchange import (
+    EXPANDING,
+    NO_RING,
+    as_many_as_four,
+    bulk_landing,
+    copy_tile,
+    copying,
+    landed_ring,
+    watched_sources,
+)
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
 
@@ -15,11 +24,14 @@ def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_w
         **s.common("TOPK", "KP", "LWP", "SENDERS"),
     }
     rows, options = s.chosen("expand")
+    in_bulk = landed_ring(s, has_scales)
+    if in_bulk["SLOTS"] and not rows:
+        return bulk_landing(s, "compact_rows_kernel", constexprs, in_bulk)
     tile, options = copy_tile(s, row_words, rows), EXPANDING | options
     if not rows:
         tile, options = as_many_as_four(s, tile, options, has_scales)
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
-    return copying(s, "compact_rows_kernel", constexprs | tile, options)
+    return copying(s, "compact_rows_kernel", constexprs | tile | NO_RING, options)
 
 
 def token_layout_tokens(interpreted: bool) -> int:

@@ -14,10 +14,20 @@ from triton_ep.kernels.device.codes import (
     LANDING_MX,
     LANDING_ROW,
     LANDING_WORDS,
+    MX,
     NODE_BARRIER_FLAG,
     WORDS,
+    ring_bytes,
 )
-from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, TOKEN_BYTES, Plan, Shape, next_power_of_2, step_chunks
+from triton_ep.runtime.plans.shape import (
+    CHUNK,
+    ROUTING_TOKENS,
+    TOKEN_BYTES,
+    Plan,
+    Shape,
+    next_power_of_2,
+    step_chunks,
+)
 
 SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
@@ -30,6 +40,16 @@ _COPY_STAGES = 3
 """Of the loop that copies arrived rows."""
 _SPREAD_WORDS = {None: 1024, "mxfp8": 512}
 """Most words of a row that a program on each multiprocessor sends at a time, by the payload: about half a row."""
+_RING_BYTES = 46 * 1024
+"""Most bytes of shared memory for rows that are copied in bulk: with what the compiler adds, 48 KB, which a kernel may
+take without asking."""
+SHARED_BESIDE_RING = 2 * 1024
+"""Most bytes of shared memory that the compiler adds."""
+MOST_SLOTS = 2
+"""Rows on their way per program. With three or six, fewer programs lay rows out, and a dispatch is 1 to 4 % slower."""
+NO_RING = {"SLOTS": 0, "ROW_BYTES": 16, "SCALE_BYTES": 0}
+ONE_ROW = {"ROWS": 1, "BLOCK_H": 512}
+"""Tile of kernels that copy rows in bulk, for what else they store."""
 SHORT_ROW = 128
 """Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
@@ -82,12 +102,47 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
     return Plan("barrier_kernel", constexprs)
 
 
-def push(s: Shape, payload: int, row_words: int, spread: bool = False) -> Plan:
+def ring(s: Shape, row_bytes: int, scale_bytes: int = 0) -> dict[str, int]:
+    """Shared memory for rows of so many bytes that are copied in bulk. It has no slots if they are not: because they
+    are no multiple of 16 bytes, or fewer than two fit.
+
+    scale_bytes: of these, bytes of scales.
+    """
+    slots = min(_RING_BYTES // ring_bytes(1, row_bytes), MOST_SLOTS)
+    fits = s.copies_in_bulk and row_bytes % 16 == scale_bytes % 16 == 0 and slots > 1
+    return {"SLOTS": slots, "ROW_BYTES": row_bytes, "SCALE_BYTES": scale_bytes} if fits else NO_RING
+
+
+def bulk_plan(kernel: str, constexprs: Mapping[str, Any], ring: Mapping[str, int]) -> Plan:
+    """The plan of a kernel that copies rows in bulk: programs of one warp."""
+    shared = ring_bytes(ring["SLOTS"], ring["ROW_BYTES"])
+    values = {**constexprs, **ring}
+    return Plan(kernel, values, 1, None, shared + SHARED_BESIDE_RING, shared, side_by_side=True)
+
+
+def bulk_landing(s: Shape, kernel: str, constexprs: Mapping[str, Any], ring: Mapping[str, int]) -> Plan:
+    """The plan of a kernel that copies arrived rows in bulk."""
+    tile = {**ONE_ROW, "TILES": 1, "STAGES": 1, "SOURCES": watched_sources(s, 1)}
+    return bulk_plan(kernel, {**constexprs, **tile}, ring)
+
+
+def push(s: Shape, payload: int, row_words: int, spread: bool = False, aligned: bool = True) -> Plan:
     """Push rows to the ranks of this node.
 
     spread: from all multiprocessors, next to programs that lay rows out. Stores that wait for the links hold up those
-    of all programs on their multiprocessor, so few are on their way at a time.
+    of all programs on their multiprocessor, so few are on their way at a time, or rows are copied in bulk.
+    aligned: they begin at an address that is a multiple of 16. Rows and warps of a tuned entry copy through registers.
     """
+    constexprs = {
+        "PAYLOAD": payload,
+        "BLOCK_T": ROUTING_TOKENS,
+        "STEP_CHUNKS": step_chunks(s.interpreted),
+        **s.common("TOPK", "LWP", "SENDERS"),
+    }
+    rows, options = s.chosen("push")
+    in_bulk = ring(s, s.wire_bytes, s.hidden // 32 if payload == MX else 0) if spread and aligned else NO_RING
+    if in_bulk["SLOTS"] and not rows:
+        return bulk_plan("dispatch_push_kernel", {**constexprs, **ONE_ROW}, in_bulk)
     # Each rank that a token may go to takes registers for an address, and so do pointers to scales.
     most = min(s.topk, s.local_world_size)
     tile = s.tile(row_words, 4096 if payload == WORDS else 2048 if most <= 4 else 1024)
@@ -102,16 +157,8 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False) -> Plan:
         # Addresses of several short rows would spill registers.
         words = _SPREAD_WORDS[s.payload]
         tile, warps = s.tile(row_words, words, words) | {"ROWS": 1}, 4
-    constexprs = {
-        "PAYLOAD": payload,
-        "BLOCK_T": ROUTING_TOKENS,
-        "STEP_CHUNKS": step_chunks(s.interpreted),
-        **s.common("TOPK", "LWP", "SENDERS"),
-        **tile,
-    }
-    rows, options = s.chosen("push")
     options = {"num_warps": warps, "maxnreg": _PUSH_REGISTERS} | options
-    return Plan("dispatch_push_kernel", constexprs | rows, **options, side_by_side=s.copies_ahead)
+    return Plan("dispatch_push_kernel", constexprs | tile | NO_RING | rows, **options, side_by_side=s.copies_ahead)
 
 
 def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
@@ -153,6 +200,9 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         **s.common("TOPK", "KP", "LWP", "SENDERS"),
     }
     rows, chosen = s.chosen("expand")
+    in_bulk = landed_ring(s, landing == LANDING_MX) if landing in (LANDING_WORDS, LANDING_MX) else NO_RING
+    if in_bulk["SLOTS"] and not rows:
+        return bulk_landing(s, "dispatch_expand_kernel", constexprs, in_bulk)
     if landing in (LANDING_ROW, LANDING_BF16):
         # More of such short rows would spill registers; tuned tiles are for rows in wire form.
         tile, options, rows = s.tile(row_words, 2048), EXPANDING, {}
@@ -164,8 +214,15 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         tile, options = copy_tile(s, row_words, rows, most), EXPANDING | chosen
     if not rows:  # tuned tiles stay as they are
         tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
-    constexprs |= {**tile, "SOURCES": watched_sources(s, options["num_warps"])}
+    constexprs |= {**tile, "SOURCES": watched_sources(s, options["num_warps"]), **NO_RING}
     return copying(s, "dispatch_expand_kernel", constexprs, options)
+
+
+def landed_ring(s: Shape, has_scales: bool) -> dict[str, int]:
+    """`ring` of rows that are laid out as they arrived: data, then scales, both multiples of 16 bytes."""
+    if not has_scales:
+        return ring(s, s.payload_bytes)
+    return ring(s, s.hidden // 32 * 33, s.hidden // 32) if s.hidden % 512 == 0 else NO_RING
 
 
 def copy_tile(s: Shape, row_words: int, chosen: Mapping[str, int], most: int = 2048) -> dict[str, int]:

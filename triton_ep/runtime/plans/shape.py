@@ -44,6 +44,7 @@ class Plan:
         num_warps, maxnreg: None: as the kernel declares.
         shared_bytes: upper bound of the shared memory of a program; 0: that of all kernels of the exchange
             (residency.py).
+        ring_bytes: of these, bytes that the kernel's assembly declares, which the compiler does not count.
         side_by_side: programs of different kernels share multiprocessors and wait for each other. On a multiprocessor
             whose memory was divided for a program with little shared memory, no program starts that prefers more of
             it. So these prefer as much as there is (4 x H200: dispatches that preferred 58 or 72 % hung).
@@ -54,6 +55,7 @@ class Plan:
     num_warps: int | None = None
     maxnreg: int | None = None
     shared_bytes: int = 0
+    ring_bytes: int = 0
     side_by_side: bool = False
 
     @cached_property
@@ -129,6 +131,13 @@ class Shape:
         free = self.num_nodes == 1 and not self.budgeted and not self.interpreted
         flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
         return free and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
+
+    @property
+    def copies_in_bulk(self) -> bool:
+        """Rows that are sent by small programs go through shared memory by bulk copies, and so do those that are laid
+        out unconverted (kernels/device/bulk.py). Within a budget, the smaller programs of bulk copies take places on
+        more multiprocessors from the kernels beside them."""
+        return self.spreads
 
     @property
     def senders(self) -> int:

@@ -1,0 +1,73 @@
+"""Copy arrived rows to output rows by bulk copies (bulk.py), where they need no conversion.
+
+A program copies the items of an `ArrivedRows` whose number it has, modulo the programs, one row each. A row goes to the
+output rows of its assignments, or to the output row of its own number.
+"""
+
+import triton
+import triton.language as tl
+
+from .arrivals import bytes_of_rows, own_row, place_of
+from .buffers import STAGE_META, own_buffer
+from .bulk import LANES, await_row, begin_rows, end_row, load_row, store_row, wait_left
+from .groups import my_first
+from .payload import MX, WORDS, wire_of
+
+
+@triton.jit
+def _source(own, row, item, here, rows_ptr, row_bytes):
+    """Address of the row of an item. row: its staging row. own: OwnRows, or None: rows are staged."""
+    at = row if own is None else own_row(own, item, here)
+    return rows_ptr + at.to(tl.int64) * row_bytes
+
+
+@triton.jit
+def copy_arrived(
+    job,
+    out,  # Output
+    arrived,  # ArrivedRows, in tiles of one row
+    LWP: tl.constexpr,
+    own,  # OwnRows: `arrived` are these rows; None: they are staged
+    row_limit,  # staging rows from this one on are left out
+    choices,  # Choices; None: each row goes to the output row of its number
+    ring,
+    base,
+):
+    """Copy this program's share, of which the last rows may still be on their way."""
+    HAS_SCALES: tl.constexpr = ring.SCALE_BYTES > 0
+    DATA: tl.constexpr = 32 * ring.SCALE_BYTES if HAS_SCALES else ring.ROW_BYTES
+    wire = wire_of(out.row_words, out.recv_x_ptr.dtype.element_ty, MX if HAS_SCALES else WORDS)
+    rows_ptr = bytes_of_rows(job, own).to(tl.int64)
+    stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
+    lanes = tl.arange(0, LANES)
+    first = my_first(arrived.first, 0)
+    count = tl.cdiv(tl.maximum(arrived.end - first, 0), tl.num_programs(0))
+    begin_rows(ring, base)
+    # Iteration n stores the row that was loaded SLOTS - 1 iterations before, then starts to load row n.
+    for n in range(count + ring.SLOTS - 1):
+        number = n - (ring.SLOTS - 1)
+        if number >= 0:
+            item = first + number * tl.num_programs(0)
+            row, end = place_of(job, arrived, item, 1, LWP)
+            here = row < tl.minimum(end, row_limit)
+            if choices is None:
+                dst = tl.where(here & (lanes == 0), row, -1)
+            else:
+                meta = row.to(tl.int64) * (2 * choices.KP) + lanes
+                dst = tl.load(stage_rows_ptr + meta, mask=here & (lanes < choices.TOPK), other=-1)
+            source = _source(own, row, item, here, rows_ptr, wire.row_bytes)
+            await_row(ring, base, number)
+            at = dst.to(tl.int64)
+            to = tl.where(dst >= 0, out.recv_x_ptr.to(tl.int64) + at * DATA, 0)
+            store_row(ring, base, number, source, source, False, to, 0, DATA, False)
+            if HAS_SCALES:
+                to = tl.where(dst >= 0, out.recv_scale_ptr.to(tl.int64) + at * ring.SCALE_BYTES, 0)
+                store_row(ring, base, number, source, source, False, to, DATA, ring.SCALE_BYTES, False)
+            end_row()
+        if n < count:
+            item = first + n * tl.num_programs(0)
+            row, end = place_of(job, arrived, item, 1, LWP)
+            here = row < tl.minimum(end, row_limit)
+            wait_left(1)
+            source = _source(own, row, item, here, rows_ptr, wire.row_bytes)
+            load_row(ring, base, n, source, source, False, here)
