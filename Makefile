@@ -133,8 +133,11 @@ bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/
 	$(BENCH) quantise --csv $(ROWS)
 	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)
 
-test-gpu: $(TOOLS)  ## the tests that need GPUs (skips, by name, tests for more GPUs than this machine has)
-	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"
+# Compiling takes most of the time, so JOBS processes that share the GPUs take less. Each needs a heap of its own.
+JOBS ?= 1
+
+test-gpu: $(TOOLS)  ## the tests that need GPUs, in JOBS processes (skips, by name, tests for more GPUs than there are)
+	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu" $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist worksteal)
 
 # API changes since the last release that break callers: removed or changed names, arguments and defaults.
 BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
