@@ -60,7 +60,7 @@ class Way:
         bulk: whether rows are pushed, and laid out, by bulk copies.
         sending: programs that push rows from all multiprocessors.
         beside: programs that lay rows out per multiprocessor, next to these.
-        slots: most rows on their way per program that copies in bulk.
+        slots: rows on their way per program that copies in bulk.
         registers: registers per thread of the expand kernel.
         block: words of its tile.
         expanding: its programs per free multiprocessor.
@@ -147,7 +147,8 @@ def _changed(way: Way) -> Iterator[None]:
     expand_plan, combining = exchange.expand, combine_ops.combining_programs
     push_plan, reduce_plan, pull_plan = exchange.push, exchange.reduce, exchange.pull
     share, layers, pulling = tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE
-    sending, beside, slots = tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE, exchange.MOST_SLOTS
+    sending, beside = tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE
+    slots = exchange._LEAST_SLOTS, exchange._MOST_SLOTS
     landed_ring, landed_compact = exchange.landed_ring, compact.landed_ring
 
     def expand(*args: Any) -> Plan:
@@ -182,7 +183,7 @@ def _changed(way: Way) -> Iterator[None]:
     tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
     tuning._PULL_SHARE = way.pulling or pulling
     tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE = way.sending or sending, way.beside or beside
-    exchange.MOST_SLOTS = way.slots or slots
+    exchange._LEAST_SLOTS, exchange._MOST_SLOTS = (way.slots, way.slots) if way.slots else slots
     if way.bulk is not None and not way.bulk[1]:
         exchange.landed_ring = compact.landed_ring = lambda *_: exchange.NO_RING
     try:
@@ -191,7 +192,8 @@ def _changed(way: Way) -> Iterator[None]:
         exchange.push, exchange.expand, combine_ops.combining_programs = push_plan, expand_plan, combining
         exchange.reduce, exchange.pull = reduce_plan, pull_plan
         tuning._EXPANDING_SHARE, tuning._LAYERS, tuning._PULL_SHARE = share, layers, pulling
-        tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE, exchange.MOST_SLOTS = sending, beside, slots
+        tuning.SENDING_PROGRAMS, tuning._EXPANDING_BESIDE = sending, beside
+        exchange._LEAST_SLOTS, exchange._MOST_SLOTS = slots
         exchange.landed_ring, compact.landed_ring = landed_ring, landed_compact
 
 

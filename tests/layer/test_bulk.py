@@ -52,7 +52,7 @@ def _in_bulk(rank: int, nodes: int, ranks_per_node: int, check: Callable[..., No
         check(rank, nodes, ranks_per_node, *args)
     kernels = {plan.kernel for plan in plans}
     assert "dispatch_push_kernel" in kernels and len(kernels) > 1, kernels
-    assert all(plan.constexprs["SLOTS"] == 2 for plan in plans)
+    assert all(plan.constexprs["SLOTS"] >= 2 for plan in plans)
 
 
 @pytest.mark.parametrize(

@@ -320,8 +320,12 @@ def test_rows_are_copied_in_bulk_if_their_format_allows(payload: str | None) -> 
 
     assert slots(shape) == [2, 2, 2]
     assert slots(shape, aligned=False) == [0, 2, 2]
+    # About as many bytes of shorter rows are on their way.
+    assert slots(replace(shape, hidden=4096)) == ([2, 2, 2] if payload is None else [4, 4, 4])
+    assert slots(replace(shape, hidden=512)) == [8, 8, 8]
     for other in ({"budgeted": True}, {"max_tokens": 512}, {"local_world_size": 2}, {"hidden": 2**17}):
         assert slots(replace(shape, **other)) == [0, 0, 0]
+    assert slots(replace(shape, world_size=16, local_world_size=16)) == [0, 0, 0]
     tuned = (("push", 1, 8), ("expand", 1, 4))
     assert slots(replace(shape, tuned=tuned)) == [0, 0, 0]
     # Rows of MXFP8 travel in multiples of 128 bytes; their scales are stored apart.

@@ -19,6 +19,7 @@ STAGE_PROGRAMS = 256
 """Most programs of the kernels that copy or sum local rows before a combine: more than any GPU has multiprocessors."""
 SENDING_PROGRAMS = 128
 """Programs that send rows from all multiprocessors at once: a power of two, because each has a flag."""
+_MOST_RANKS_IN_BULK = 8
 OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 ROUTING_TOKENS = 16
@@ -136,8 +137,9 @@ class Shape:
     def copies_in_bulk(self) -> bool:
         """Rows that are sent by small programs go through shared memory by bulk copies, and so do those that are laid
         out unconverted (kernels/device/bulk.py). Within a budget, the smaller programs of bulk copies take places on
-        more multiprocessors from the kernels beside them."""
-        return self.spreads
+        more multiprocessors from the kernels beside them; the flags of more than 8 ranks take more registers than a
+        program of one warp has."""
+        return self.spreads and self.local_world_size <= _MOST_RANKS_IN_BULK
 
     @property
     def senders(self) -> int:
