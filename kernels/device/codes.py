@@ -161,8 +161,8 @@ def slot_bytes(row_bytes):
 
 
 def ring_bytes(slots, row_bytes):
-    """Bytes of shared memory of `slots` rows, with a barrier for each."""
-    return slots * ((row_bytes + 127) // 128 * 128 + 8)
+    """Bytes of shared memory of `slots` rows, with a barrier of 8 bytes for each; a multiple of 16."""
+    return slots * ((row_bytes + 127) // 128 * 128) + (8 * slots + 15) // 16 * 16
 
 
 # calls.py: the host word that a rank publishes with its splits, or with its low-latency rows.
