@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from triton_ep.aot.ptx import memory_bytes, narrow_accesses, without_places
+from triton_ep.aot.ptx import carried_values, memory_bytes, narrow_accesses, without_places
 from triton_ep.kernels.spec import KernelSpec, all_kernels
 from triton_ep.runtime.compiler import options_of, source_of
 from triton_ep.runtime.parameters import interface
@@ -86,6 +86,7 @@ def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str
     entry, cubin = interface(spec, request, compiled), compiled.asm["cubin"]
     facts = _facts(spec, request, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * options["num_warps"])
     facts["shared_bytes"] = entry["shared"]
+    facts["carried"] = [carried_values(compiled.asm[form]) for form in ("ttir", "ttgir")]
     return {"cubin": cubin, "ptx": kept["ptx"], "entry": entry, "facts": facts}
 
 

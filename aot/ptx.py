@@ -110,6 +110,12 @@ def memory_bytes(resource_usage: str) -> tuple[int, int]:
     return max(int(stack) + int(local) for stack, _, local in found), max(int(shared) for _, shared, _ in found)
 
 
+def carried_values(ir: str) -> int:
+    """Number of values that the loops of Triton's IR carry from one iteration to the next."""
+    carried = re.findall(r"\bscf\.for .*? iter_args\((.*?)\) ->|\bscf\.while \((.*?)\) :", ir)
+    return sum(values.count(" = ") for loop in carried for values in loop)
+
+
 def without_places(ptx: str) -> str:
     """The PTX without source locations and debug sections, whose paths differ between machines."""
     lines, inside = [], False

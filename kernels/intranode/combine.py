@@ -403,7 +403,6 @@ def combine_reduce_kernel(
     before = staged_steps(job)
     if _wait_free(job, WP):
         num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
-        tiles_before = tl.zeros([], tl.int32)
         every = tl.arange(0, WP)
         ELEMENT: tl.constexpr = rows.y_ptr.dtype.element_ty
         sums = _sums_of(job, combine.placement_ptr, every, hidden * (ELEMENT.primitive_bitwidth // 8))
@@ -414,14 +413,12 @@ def combine_reduce_kernel(
             most = tl.max(tl.cdiv(tl.maximum(ends - begins, 0), tile.ROWS)) * tile.TILES
             first_source, sources = _sources_of_step(job, step)
             # One tile of each source in turn keeps all links busy; sources with fewer tiles have empty ones at the end.
-            mine = my_first(0, tiles_before)
-            for number in tl.range(mine, most * sources, tl.num_programs(0), num_stages=tile.STAGES):
+            for number in tl.range(tl.program_id(0), most * sources, tl.num_programs(0), num_stages=tile.STAGES):
                 source = (first_source + (number + job.rank) % sources) % job.num_ranks
                 # Picked from registers: loads would keep the tile waiting.
                 sums_ptr = tl.multiple_of(pick(sums, source).to(tl.pointer_type(ELEMENT)), 16)
                 begin, end = pick(begins, source), pick(ends, source)
                 _reduce_item(rows, copies, sums_ptr, begin, end, number // sources, hidden, tile)
-            tiles_before += most * sources
             release_staged(job, before, reached, tag, stagers)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of
 from tests.programs import run_program
-from triton_ep.aot.ptx import accesses, narrow_accesses
+from triton_ep.aot.ptx import accesses, carried_values, narrow_accesses
 from triton_ep.kernels.device.codes import P2P, ring_bytes
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.runtime.plans import Shape, exchange
@@ -144,6 +144,18 @@ def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel
         f"{_name(facts)} takes rows of tokens but has no 16-byte store of a tile"
         for facts in _of(results, kernel)
         if facts["moves_rows"] and facts["whole"] and not facts["wide_stores"] and not _ring(facts)
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_loops_keep_the_values_that_they_carry(results: list[dict[str, Any]], kernel: str) -> None:
+    """Triton 3.6 and 3.7 lose a value that a loop carries only as the bound of an inner loop, which then begins at the
+    initial value in each iteration. The pipeliner may add values."""
+    _report(
+        f"{_name(facts)} carries {written} values in its loops, compiled {kept}"
+        for facts in _of(results, kernel)
+        for written, kept in [facts["carried"]]
+        if kept < written
     )
 
 
@@ -378,6 +390,16 @@ def test_widths_are_read_from_the_ptx(ptx: str, narrow: list[str], wide_stores: 
     assert narrow_accesses(_TTGIR, ptx, 256) == (narrow, wide_stores)
     # With more threads each has less than 16 bytes, so no width is required.
     assert narrow_accesses(_TTGIR, ptx, 1024) == ([], 0)
+
+
+def test_carried_values_are_counted() -> None:
+    """Those of loops with a count and of loops with a condition."""
+    loops = """
+      %a:2 = scf.for %i = %c0 to %n step %c1 iter_args(%b = %x, %c = %y) -> (i32, i32)  : i32 {
+        scf.for %j = %b to %n step %c1  : i32 {
+        %d:2 = scf.while (%e = %x, %f = %y) : (i32, i32) -> (i32, i32) {
+    """
+    assert carried_values(loops) == 4
 
 
 def test_functions_of_the_bitcode_have_no_place() -> None:
