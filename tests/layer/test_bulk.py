@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.combinations import combinations
 from tests.layer import test_compact, test_life, test_own_rows, test_scaled
@@ -18,7 +19,7 @@ from triton_ep.runtime.plans.shape import Plan, Shape
 PLAIN = Case("plain", tokens=(11, 0, 20, 5), hidden=160, topk=3, experts=3, alignment=16, local_combine=True)
 CASES = (
     PLAIN,
-    replace(PLAIN, name="weights_fp32", alignment=1, topk=8, experts=8, combine_weights=True),
+    replace(PLAIN, name="weights_fp32", dtype=torch.float32, alignment=1, topk=8, experts=8, combine_weights=True),
     replace(PLAIN, name="static_mxfp8", payload="mxfp8", hidden=512, static=True),
     replace(PLAIN, name="quantised", payload="mxfp8", hidden=1024, quantised_input=True, local_combine=False),
     replace(PLAIN, name="budget", sm_budget=4, hidden=520, tokens=(150, 33, 0, 90), weights=False),
