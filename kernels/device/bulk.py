@@ -204,7 +204,7 @@ else:
 
     @triton.jit
     def close_ring(ring):
-        """Wait until all rows have left a ring that has slots: its memory ends with the program."""
+        """Wait until all rows of a ring that has slots have been stored: its memory ends with the program."""
         if ring.SLOTS > 0:
             _run("mov.u32 $0, 0; cp.async.bulk.wait_group 0;")
 

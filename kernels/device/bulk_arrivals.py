@@ -15,10 +15,13 @@ from .payload import MX, WORDS, wire_of
 
 
 @triton.jit
-def _source(own, row, item, here, rows_ptr, row_bytes):
-    """Address of the row of an item. row: its staging row. own: OwnRows, or None: rows are staged."""
+def _row_of(job, arrived, n, LWP: tl.constexpr, own, row_limit, rows_ptr, row_bytes):
+    """Item n of this program: its staging row, whether that arrived, and the address of the row. own: as below."""
+    item = my_first(arrived.first, 0) + n * tl.num_programs(0)
+    row, end = place_of(job, arrived, item, 1, LWP)
+    here = row < tl.minimum(end, row_limit)
     at = row if own is None else own_row(own, item, here)
-    return rows_ptr + at.to(tl.int64) * row_bytes
+    return row, here, rows_ptr + at.to(tl.int64) * row_bytes
 
 
 @triton.jit
@@ -40,22 +43,18 @@ def copy_arrived(
     rows_ptr = bytes_of_rows(job, own).to(tl.int64)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     lanes = tl.arange(0, LANES)
-    first = my_first(arrived.first, 0)
-    count = tl.cdiv(tl.maximum(arrived.end - first, 0), tl.num_programs(0))
+    count = tl.cdiv(tl.maximum(arrived.end - my_first(arrived.first, 0), 0), tl.num_programs(0))
     begin_rows(ring, base)
     # Iteration n stores the row that was loaded SLOTS - 1 iterations before, then starts to load row n.
     for n in range(count + ring.SLOTS - 1):
         number = n - (ring.SLOTS - 1)
         if number >= 0:
-            item = first + number * tl.num_programs(0)
-            row, end = place_of(job, arrived, item, 1, LWP)
-            here = row < tl.minimum(end, row_limit)
+            row, here, source = _row_of(job, arrived, number, LWP, own, row_limit, rows_ptr, wire.row_bytes)
             if choices is None:
                 dst = tl.where(here & (lanes == 0), row, -1)
             else:
                 meta = row.to(tl.int64) * (2 * choices.KP) + lanes
                 dst = tl.load(stage_rows_ptr + meta, mask=here & (lanes < choices.TOPK), other=-1)
-            source = _source(own, row, item, here, rows_ptr, wire.row_bytes)
             await_row(ring, base, number)
             at = dst.to(tl.int64)
             to = tl.where(dst >= 0, out.recv_x_ptr.to(tl.int64) + at * DATA, 0)
@@ -65,9 +64,6 @@ def copy_arrived(
                 store_row(ring, base, number, source, source, False, to, DATA, ring.SCALE_BYTES, False)
             end_row()
         if n < count:
-            item = first + n * tl.num_programs(0)
-            row, end = place_of(job, arrived, item, 1, LWP)
-            here = row < tl.minimum(end, row_limit)
+            _, here, source = _row_of(job, arrived, n, LWP, own, row_limit, rows_ptr, wire.row_bytes)
             wait_left(1)
-            source = _source(own, row, item, here, rows_ptr, wire.row_bytes)
             load_row(ring, base, n, source, source, False, here)

@@ -365,17 +365,34 @@ def _expand_rows(
             largest = _land_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
         else:
             _copy_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
-        if landing.HAS_WEIGHTS:
-            weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
-            weights = tl.where(here[:, None], weights, 0.0)
-            tl.store(out.recv_weights_ptr + copies, weights, mask=copies >= 0)
+        _store_copies(out, stage_weights_ptr, row, here, copies, mask, landing, choices)
         if landing.LANDING == LANDING_ROW:
             # A row that never arrived is a row of zeros with scale 1, like padding.
             scale = tl.where(here, scale_value(largest), 1.0)
             tl.store(out.recv_scale_ptr + copies, tl.broadcast_to(scale[:, None], copies.shape), mask=copies >= 0)
-        if landing.KEEP_COPY_ROWS:
-            copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
-            tl.store(landing.copy_rows_ptr + copy, copies, mask=mask & here[:, None])
+
+
+@triton.jit
+def _store_copies(
+    out,
+    stage_weights_ptr,  # weights of staging row 0
+    row,  # [ROWS] staging rows
+    here,  # [ROWS] rows that arrived
+    copies,  # [ROWS, KP] their output rows, -1 = none
+    mask,  # [ROWS, KP] choices of rows
+    landing,
+    choices,
+):
+    """Store the weights of output rows, and which output rows the staging rows have, if these are wanted."""
+    ks = tl.arange(0, choices.KP)[None, :]
+    if landing.HAS_WEIGHTS:
+        meta = row.to(tl.int64)[:, None] * (2 * choices.KP) + ks
+        weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
+        weights = tl.where(here[:, None], weights, 0.0)
+        tl.store(out.recv_weights_ptr + copies, weights, mask=copies >= 0)
+    if landing.KEEP_COPY_ROWS:
+        copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
+        tl.store(landing.copy_rows_ptr + copy, copies, mask=mask & here[:, None])
 
 
 @triton.jit
@@ -414,13 +431,7 @@ def _complete_rows(
         mask = alive[:, None] & (ks < choices.TOPK)
         meta = row.to(tl.int64)[:, None] * (2 * choices.KP) + ks
         copies = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
-        if landing.HAS_WEIGHTS:
-            weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
-            weights = tl.where(here[:, None], weights, 0.0)
-            tl.store(out.recv_weights_ptr + copies, weights, mask=copies >= 0)
-        if landing.KEEP_COPY_ROWS:
-            copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
-            tl.store(landing.copy_rows_ptr + copy, copies, mask=mask & here[:, None])
+        _store_copies(out, stage_weights_ptr, row, here, copies, mask, landing, choices)
         if tl.max((alive & (row >= stage_capacity)).to(tl.int32)) > 0:
             lost = tl.where(here[:, None], -1, copies)
             _zero_rows(out, tl.reshape(lost, [_ITEMS * choices.KP]), SCALE_BYTES)

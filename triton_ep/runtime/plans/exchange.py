@@ -132,8 +132,9 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False, aligned: 
     """Push rows to the ranks of this node.
 
     spread: from all multiprocessors, next to programs that lay rows out. Stores that wait for the links hold up those
-    of all programs on their multiprocessor, so few are on their way at a time, or rows are copied in bulk.
-    aligned: they begin at an address that is a multiple of 16. Rows and warps of a tuned entry copy through registers.
+    of all programs on their multiprocessor, so few are on their way at a time, or rows are copied in bulk, unless a
+    tuned entry names rows and warps, which copy through registers.
+    aligned: rows begin at an address that is a multiple of 16.
     """
     constexprs = {
         "PAYLOAD": payload,

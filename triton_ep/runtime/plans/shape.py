@@ -20,6 +20,7 @@ STAGE_PROGRAMS = 256
 SENDING_PROGRAMS = 128
 """Programs that send rows from all multiprocessors at once: a power of two, because each has a flag."""
 _MOST_RANKS_IN_BULK = 8
+"""Most ranks of a node whose arrival flags a program of one warp can watch without spilling registers."""
 OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 ROUTING_TOKENS = 16
@@ -137,8 +138,7 @@ class Shape:
     def copies_in_bulk(self) -> bool:
         """Rows that are sent by small programs go through shared memory by bulk copies, and so do those that are laid
         out unconverted (kernels/device/bulk.py). Within a budget, the smaller programs of bulk copies take places on
-        more multiprocessors from the kernels beside them; the flags of more than 8 ranks take more registers than a
-        program of one warp has."""
+        more multiprocessors from the kernels beside them."""
         return self.spreads and self.local_world_size <= _MOST_RANKS_IN_BULK
 
     @property
