@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,18 @@ def _run(stand_in: Path, cache: Path, mode: str = "") -> dict[str, Any]:
 
 
 def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path) -> None:
-    """Kernels of a dispatch and combine get the same bytes; damaged files are compiled and written again."""
-    cold = _run(stand_in, tmp_path, "watch")
+    """Kernels of a dispatch and combine get the same bytes, and two processes that begin together compile each once;
+    damaged files are compiled and written again."""
+    with ThreadPoolExecutor() as pool:
+        cold, beside = pool.map(lambda _: _run(stand_in, tmp_path, "watch"), range(2))
     count = len(cold["launches"])
     assert count >= 7
     assert {"routing_slots_kernel", "dispatch_push_kernel", "combine_pull_kernel"} <= {
         launch["kernel"] for launch in cold["launches"]
     }
-    assert cold["counts"] == {"compile": count, "sources": count}
-    assert cold["loaded"] == 0
+    assert beside["launches"] == cold["launches"]
+    assert Counter(cold["counts"]) + Counter(beside["counts"]) == {"compile": count, "sources": count}
+    assert cold["loaded"] + beside["loaded"] == count
 
     warm = _run(stand_in, tmp_path)
     assert not warm["triton"]
@@ -50,7 +56,7 @@ def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path)
     assert warm["launches"] == cold["launches"]
 
     (state,) = (tmp_path / "triton_ep").iterdir()
-    kept = sorted(path for path in state.iterdir() if path.name != "kernels")
+    kept = sorted(path for path in state.iterdir() if not path.name.startswith((".", "kernels")))
     assert len(kept) == count
     damaged = [*kept[:2], state / "kernels"]
     whole = {path: path.read_bytes() for path in damaged}
@@ -179,6 +185,34 @@ def test_without_cuda_python_triton_compiles(cache: Path, monkeypatch: pytest.Mo
     """Without cuda-python nothing could launch kept kernels."""
     monkeypatch.setattr(jit_cache, "_driver", lambda: None)
     assert _current() is None
+
+
+def test_a_second_process_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another variant need not wait, and nobody waits longer than the limit or without a folder for locks."""
+    kept = JitCache(tmp_path / "state", NotingDriver())  # type: ignore[arg-type]
+    wanted, other = KernelRequest("a_kernel", {"N": 1}), KernelRequest("a_kernel", {"N": 2})
+    order: list[str] = []
+
+    def compile_after_the_first() -> None:
+        with kept.alone(wanted):
+            order.append("second")
+
+    with ThreadPoolExecutor() as pool:
+        with kept.alone(wanted):
+            second = pool.submit(compile_after_the_first)
+            with kept.alone(other):
+                time.sleep(0.2)
+                order.append("first")
+        second.result()
+        assert order == ["first", "second"]
+        monkeypatch.setattr(jit_cache, "MOST_WAIT_S", 0.05)
+        with kept.alone(wanted):
+            pool.submit(compile_after_the_first).result()
+    assert order == ["first", "second", "second"]
+    (tmp_path / "file").write_text("")
+    with JitCache(tmp_path / "file" / "state", NotingDriver()).alone(wanted):  # type: ignore[arg-type]
+        order.append("without a folder")
+    assert order[3:] == ["without a folder"]
 
 
 def test_foreign_files_are_not_loaded(tmp_path: Path) -> None:

@@ -4,25 +4,27 @@
     python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 128 --experts 8 --iters 2     # CPU, to try it
 
 Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
-rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales. deep_ep and
+rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales; -torch- the heap of
+torch. deep_ep and
 hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
 by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare
 and finalize in the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
 graphs, so they have no host time; both sides quantise one-byte rows in the measured time. There both sides send the
 weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both send them with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
-lines compare the times in which kernels run, and the host times of calls that are not captured.
+lines compare the times in which kernels run, and the host times of calls that are not captured, which alternate with
+those of the layer call by call.
 Columns and method: docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,19 @@ RECORDED = 10
 """Calls whose kernels are recorded."""
 BOUND = 1.03
 """An integration may take up to this ratio of the layer's time on the GPU."""
+HOST_CALLS = 20
+"""Calls per turn whose host time is taken."""
 HOST_BOUND_US = 40.0
 """Microseconds of host time that a call of an integration may take more than the layer's."""
+LAYER_CALLS = {"roundtrip": 2, "forward+backward": 4}
+"""Calls of the layer in an op, if not one."""
 
-Calls = dict[tuple[str, str, str], Callable[[], object]]
-"""(op, provider, kind of rows) -> the timed call."""
+Name = tuple[str, str, str]
+"""(op, provider, kind of rows)"""
+Calls = dict[Name, Callable[[], object]]
+"""The timed calls."""
+Hosts = dict[Name, tuple[float, float]]
+"""Host microseconds of an integration's call, and of the layer's call in turn with it."""
 
 
 class WrongResult(Exception):
@@ -262,18 +272,82 @@ def _joined(timings: list[Timing]) -> Timing:
     return replace(timings[0], **{name: statistics.median(c[name] for c in columns) for name in columns[0]})
 
 
-def _median(turns: list[float | None]) -> float | None:
-    """Median over turns; None if one has no time."""
-    known = [each for each in turns if each is not None]
-    return statistics.median(known) if len(known) == len(turns) else None
+def _layers_call(name: Name) -> Name:
+    """The call of the layer that an integration's call is compared with."""
+    op, _, kind = name
+    return op.removeprefix("layout+"), "triton_ep", kind.removesuffix("-ids")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Run on each rank."""
-    rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
+@dataclass(frozen=True)
+class Doors:
+    """Calls to time, of layers and integrations that are open.
+
+    Attributes:
+        calls: all of them. captured: those that replay a CUDA graph.
+    """
+
+    device: torch.device
+    calls: Calls
+    captured: Calls
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        meet_by_collective(self.device)
+
+    def times(self, timer: Timer) -> dict[Name, Timing]:
+        """Times of all calls in turn. Collective."""
+        found = {}
+        for name, call in self.calls.items():
+            times = timer.times(lambda _, call=call: call(), self.meet)
+            per_call = doors_low_latency.PER_REPLAY if name in self.captured else 1
+            found[name] = over_ranks([us / per_call for us in times])
+        return found
+
+    def kernel_times(self, timer: Timer) -> dict[Name, float | None]:
+        """Times in which kernels run. Collective."""
+        found = {}
+        for name, call in self.calls.items():
+            if name not in self.captured:
+                recorded = record_calls(lambda _, call=call: call(), self.meet, timer.flush, RECORDED, self.device)
+                found[name] = kernel_time(recorded, RECORDED)
+        return found
+
+    def host_times(self, turns: int) -> Hosts:
+        """Host times of calls that are not captured; empty on the CPU. Collective.
+
+        Each call of an integration alternates with the layer's, because the host's speed changes during a run.
+        """
+        single = Timer(self.device, 1, 0)
+        names = [name for name in self.calls if name[1] != "triton_ep" and name not in self.captured]
+        pairs = {name: _layers_call(name) for name in names if _layers_call(name) in self.calls}
+        found: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+        for _ in range(turns):
+            for name, core in pairs.items():
+                for _ in range(HOST_CALLS):
+                    for each, times in zip((name, core), found[name], strict=True):
+                        us = single.host_time(lambda _, call=self.calls[each]: call(), self.meet)
+                        times.extend([] if us is None else [us])
+        hosts: Hosts = {}
+        for name, sides in found.items():
+            door, layer = (slowest(statistics.median(times) if times else None) for times in sides)
+            if door is not None and layer is not None:
+                hosts[name] = door, layer
+        return hosts
+
+
+def _host_of(name: Name, hosts: Hosts) -> float | None:
+    """Host time of a call; of a layer's call the median over those in turn with it."""
+    if name in hosts:
+        return hosts[name][0]
+    turns = [layer for door, (_, layer) in hosts.items() if _layers_call(door) == name]
+    return statistics.median(turns) if turns else None
+
+
+@contextlib.contextmanager
+def open_doors(args: argparse.Namespace) -> Iterator[Doors]:
+    """Layers and integrations, checked against each other, and their calls. Collective over the world."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     device, per_node = ep_distributed.current_heap().device, ep_distributed.local_world_size()
-    environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
-    timer = Timer(device, args.iters, args.warmup)
     Buffer.num_sms = args.num_sm  # not set_num_sms, which sets a budget: the compared layer has none
     sizes = (dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, per_node, ranks)
     options = {"num_sm": args.num_sm, "timeout_s": 120.0}
@@ -292,64 +366,66 @@ def run(args: argparse.Namespace) -> None:
         EPAll2AllLayer(*sizes, alignment=PAD, **options) as padded,
     ):
         calls = _calls(args, layer, device) | _hybrid_calls(args, padded, hybrid) | _elastic_calls(args, layer, padded)
-        captured: Calls = {}
+        few = None
         if per_node == ranks:
             few = doors_low_latency.LowLatencyDoor(
                 min(args.tokens, doors_low_latency.TOKENS), (args.hidden, args.topk, args.experts), args.num_sm, _same
             )
-            captured = few.calls
-            calls |= captured
-        timings: dict[tuple[str, str, str], list[Timing]] = {name: [] for name in calls}
-        for _ in range(TURNS):
-            for name, call in calls.items():
-                times = timer.times(lambda _, call=call: call(), lambda: meet_by_collective(device))
-                per_call = doors_low_latency.PER_REPLAY if name in captured else 1
-                timings[name].append(over_ranks([us / per_call for us in times]))
-        in_turns: dict[tuple[str, str, str], list[float | None]] = {name: [] for name in calls if name not in captured}
-        for _ in range(TURNS):  # the host's speed changes during a run
-            for name, found in in_turns.items():
-                call = calls[name]
-                found.append(slowest(timer.host_time(lambda _, call=call: call(), lambda: meet_by_collective(device))))
-        hosts = {name: _median(found) for name, found in in_turns.items()}
-        meet = partial(meet_by_collective, device)
-        kernels = {}
-        for name, call in calls.items():
-            if name not in captured:
-                recorded = record_calls(lambda _, call=call: call(), meet, timer.flush, RECORDED, device)
-                kernels[name] = kernel_time(recorded, RECORDED)
-        if captured:
+        captured: Calls = {} if few is None else few.calls
+        yield Doors(device, calls | captured, captured)
+        if few is not None:
             few.finish()
         layer.check()
         padded.check()
     hybrid.close()
     release()
+
+
+@contextlib.contextmanager
+def measure_in_turns(args: argparse.Namespace) -> Iterator[Callable[[], list[bench_rows.Row]]]:
+    """A function that times all calls once, for compare_commits.py. Collective over the world."""
+    with open_doors(args) as doors:
+        timer = Timer(doors.device, args.iters, args.warmup)
+        yield lambda: _rows(args, doors.times(timer), doors.host_times(1), {})
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run on each rank."""
+    rank, _ = ep_distributed.initialize_distributed(timeout_s=300, heap=args.heap)
+    with open_doors(args) as doors:
+        timer = Timer(doors.device, args.iters, args.warmup)
+        turns = [doors.times(timer) for _ in range(TURNS)]
+        timings = {name: _joined([turn[name] for turn in turns]) for name in doors.calls}
+        hosts, kernels = doors.host_times(TURNS), doors.kernel_times(timer)
+        rows = _rows(args, timings, hosts, kernels)
     if rank == 0:
-        _report(args, ranks, per_node, environment, {name: _joined(t) for name, t in timings.items()}, hosts, kernels)
+        print(tables.table(rows))
+        _compare(timings, hosts, kernels)
+        if args.csv is not None:
+            bench_rows.append_rows(args.csv, rows)
     ep_distributed.finalize_distributed()
 
 
-def _report(
-    args: argparse.Namespace,
-    ranks: int,
-    per_node: int,
-    environment: bench_rows.Row,
-    timings: dict[tuple[str, str, str], Timing],
-    hosts: dict[tuple[str, str, str], float | None],
-    kernels: dict[tuple[str, str, str], float | None],
-) -> None:
-    how = "interpreted" if INTERPRETING else "jit"
+def _rows(
+    args: argparse.Namespace, timings: dict[Name, Timing], hosts: Hosts, kernels: dict[Name, float | None]
+) -> list[bench_rows.Row]:
+    """One row per call."""
+    how, ranks = "interpreted" if INTERPRETING else "jit", dist.get_world_size()
+    heap = f"{args.heap}-" if args.heap == "torch" else ""
+    environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     found = []
-    for (op, provider, kind), timing in timings.items():
-        host, busy = hosts.get((op, provider, kind)), kernels.get((op, provider, kind))
+    for name, timing in timings.items():
+        op, provider, kind = name
+        host, busy = _host_of(name, hosts), kernels.get(name)
         few = kind.startswith("low-latency")
         found.append(
             bench_rows.make_row(
                 {
                     "op": op,
                     "provider": provider,
-                    "mode": f"{how}-{'graph' if few else 'exact'}-sm{args.num_sm}-{kind}",
+                    "mode": f"{how}-{'graph' if few else 'exact'}-{heap}sm{args.num_sm}-{kind}",
                     "payload": "fp8" if kind.endswith("fp8") else "bf16",
-                    "nodes": ranks // per_node,
+                    "nodes": ranks // ep_distributed.local_world_size(),
                     "ranks": ranks,
                     "tokens": min(args.tokens, doors_low_latency.TOKENS) if few else args.tokens,
                     "hidden": args.hidden,
@@ -364,35 +440,43 @@ def _report(
                 }
             )
         )
-    print(tables.table(found))
+    return found
+
+
+def _compare(timings: dict[Name, Timing], hosts: Hosts, kernels: dict[Name, float | None]) -> None:
+    """Print the times of integrations against those of the layer."""
     for name, timing in timings.items():
         op, provider, kind = name
-        core = op.removeprefix("layout+"), "triton_ep", kind.removesuffix("-ids")
+        core = _layers_call(name)
         if provider != "triton_ep" and core in timings:
             # On the CPU, and of a graph, only whole calls are timed.
             ours, other = kernels.get(name) or timing.median_us, kernels.get(core) or timings[core].median_us
             verdict = "within" if ours <= BOUND * other else "ABOVE"
             print(f"{op} of {provider}, {kind}: {ours / other:.3f} of the layer's {core[2]} one, {verdict} {BOUND}")
-            host, least = hosts.get(name), hosts.get(core)
-            if host is not None and least is not None:
-                verdict = "within" if host - least <= HOST_BOUND_US else "ABOVE"
-                print(f"    host time: {host - least:+.1f} us, {verdict} {HOST_BOUND_US}")
+            if name in hosts:
+                more = (hosts[name][0] - hosts[name][1]) / LAYER_CALLS.get(op, 1)
+                verdict = "within" if more <= HOST_BOUND_US else "ABOVE"
+                print(f"    host time: {more:+.1f} us per call, {verdict} {HOST_BOUND_US}")
     for op in ("dispatch", "combine", "roundtrip"):
         ratio = timings[op, "triton_ep", "compact"].median_us / timings[op, "triton_ep", "expert-major"].median_us
         print(f"{op} of compact rows: {ratio:.3f} of expert-major ones")
-    if args.csv is not None:
-        bench_rows.append_rows(args.csv, found)
 
 
-def main() -> None:
-    """Start the ranks, unless torchrun or another launcher has started them."""
+def doors_parser() -> argparse.ArgumentParser:
+    """Options of this program, also those of `doors` in compare_commits.py."""
     parser = sizes_parser(__doc__)
+    parser.add_argument("--heap", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric heap")
     parser.add_argument("--num-sm", type=int, default=24)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="commit of the rows")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Start the ranks, unless torchrun or another launcher has started them."""
+    args = doors_parser().parse_args()
     if ep_distributed.launched_by() == "none":
         ep_distributed.run_ranks(run, args.ranks, args)
     else:

@@ -4,13 +4,16 @@
     python tests/bench/compare_commits.py --old build/old --new . --repeats 5 \\
         "roundtrip --capacity static --provider triton_ep --payload bf16,mxfp8" "low-latency --tokens 8,128"
 
-Each argument is a command line of `triton-ep bench`. Both checkouts start their ranks once, on the same GPUs, and then
+Each argument is a command line of `triton-ep bench`, or "doors" with options of bench_doors.py, where both sides make
+the calls of the new checkout's bench_doors.py. Both checkouts start their ranks once, on the same GPUs, and then
 measure in turn; the other one sleeps. A row of the table has the median of the repeats of each checkout, the change in
-percent, the spread of the old one, (largest - smallest) / median, and both host times of a call. The exit code is 1 if
-a row is slower by more than `--limit` percent plus that spread.
+percent, the spread of the old one, (largest - smallest) / median, and both host times of a call, the smallest of the
+repeats, because other work on the host only adds to them. The exit code is 1 if a row is slower by more than `--limit`
+percent plus that spread.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -20,11 +23,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 SIDES = ("old", "new")
-KEY = ("op", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
+KEY = ("op", "provider", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
 MACHINE = ("gpu", "driver", "torch", "triton", "nvshmem", "date")
 
 
@@ -34,23 +38,51 @@ def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
     import torch.distributed as dist
 
     from triton_ep.bench.job import join
-    from triton_ep.bench.run import measure_all
-    from triton_ep.distributed import finalize_distributed
+    from triton_ep.distributed import finalize_distributed, initialize_distributed
 
-    settings = [_settings(command) for command in commands]
-    rank = join(settings[0])
-    for repeat in range(repeats):
-        while _turn(folder) != f"{repeat} {side}":
-            time.sleep(0.05)
-        rows = [row for each in settings for row in measure_all(each).rows if row["op"] != "floor"]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        dist.all_gather_object([None] * dist.get_world_size(), rank)
-        if rank == 0:
-            (Path(folder) / f"{side}-{repeat}.json").write_text(json.dumps(rows))
-            last = side == SIDES[-1]
-            _give_turn(folder, f"{repeat + last} {SIDES[0] if last else SIDES[1]}")
+    settings = [_settings(command) for command in commands if not _of_doors(command)]
+    rank = join(settings[0]) if settings else initialize_distributed(timeout_s=300)[0]
+    with contextlib.ExitStack() as opened:
+        measures = [_opened(command, opened) for command in commands]
+        for repeat in range(repeats):
+            while _turn(folder) != f"{repeat} {side}":
+                time.sleep(0.05)
+            rows = [row for measure in measures for row in measure() if row["op"] != "floor"]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            dist.all_gather_object([None] * dist.get_world_size(), rank)
+            if rank == 0:
+                (Path(folder) / f"{side}-{repeat}.json").write_text(json.dumps(rows))
+                last = side == SIDES[-1]
+                _give_turn(folder, f"{repeat + last} {SIDES[0] if last else SIDES[1]}")
     finalize_distributed()
+
+
+def _of_doors(command: str) -> bool:
+    return command.split()[0] == "doors"
+
+
+def _doors_arguments(command: str) -> argparse.Namespace:
+    import bench_doors  # of the new checkout: in the folder of this program
+
+    return bench_doors.doors_parser().parse_args(command.split()[1:])
+
+
+def _opened(command: str, opened: contextlib.ExitStack) -> Callable[[], list[dict[str, Any]]]:
+    """A function that measures a command's rows once."""
+    if _of_doors(command):
+        import bench_doors
+
+        return opened.enter_context(bench_doors.measure_in_turns(_doors_arguments(command)))
+
+    from triton_ep.bench.run import measure_all
+
+    settings = _settings(command)
+    return lambda: measure_all(settings).rows
+
+
+def _ranks(command: str) -> int | None:
+    return _doors_arguments(command).ranks if _of_doors(command) else _settings(command).ranks
 
 
 def _settings(command: str) -> Any:
@@ -83,7 +115,7 @@ def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
     """The process of a checkout: start its ranks."""
     from triton_ep.distributed import run_ranks  # before torch's Triton: decides whether kernels are interpreted
 
-    run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)
+    run_ranks(_measure, _ranks(commands[0]), side, commands, repeats, folder)
 
 
 def _table(
@@ -117,7 +149,7 @@ def _table(
         line |= {"old_spread_pct": f"{spread:.2f}", "slower": "SLOWER" if bad else ""}
         for side in SIDES:
             times_of_host = host[key][side]
-            line[f"{side}_host_us"] = f"{statistics.median(times_of_host):.1f}" if times_of_host else ""
+            line[f"{side}_host_us"] = f"{min(times_of_host):.1f}" if times_of_host else ""
         lines.append({**dict(zip(KEY, key, strict=True)), **line, **about})
     return lines, slower
 
@@ -125,7 +157,7 @@ def _table(
 def main() -> int:
     """Run both checkouts and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="+", metavar="COMMAND", help="command line of `triton-ep bench`, in quotes")
+    parser.add_argument("commands", nargs="+", metavar="COMMAND", help="command line, in quotes")
     parser.add_argument("--old", required=True, metavar="DIR")
     parser.add_argument("--new", default=".", metavar="DIR")
     for side in SIDES:

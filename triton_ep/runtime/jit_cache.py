@@ -2,23 +2,29 @@
 
     CACHE/triton_ep/STATE/kernels                       how every kernel is launched
     CACHE/triton_ep/STATE/<kernel>-<signature>          a compiled variant
+    CACHE/triton_ep/STATE/.compiling-<number>           locked by the process that compiles; empty
 
 CACHE is Triton's own (TRITON_CACHE_DIR). STATE is a hash of everything that decides code besides the `KernelRequest`
 of a launch: the sources of all kernels, the files of Triton, the architecture, variables of Triton's compiler. A file
 has three parts, with a newline between them: the sha256 of the rest, JSON, and the cubin. Other processes see it
 complete or not at all. A file that is unreadable or damaged counts as missing: Triton compiles, and the file is written
 anew. Nothing is ever removed; the folder triton_ep may be deleted at any time.
+
+The ranks of a host ask for the same kernels at the same time. One of them compiles, and the others take its file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +45,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Part of STATE; raise it with every change of the file format."""
 _KERNELS = "kernels"
+_LOCKS = 64
+MOST_WAIT_S = 120.0
+"""Seconds to wait for another process that compiles; then both do."""
 _OF_COMPILER = ("__init__.py", "_C/*.so", "compiler/*.py", "language/**/*.py", "runtime/*.py", "backends/nvidia/**/*")
 """Files of Triton that may change the generated code."""
 _log = logging.getLogger("triton_ep.jit")
@@ -118,6 +127,29 @@ class JitCache:
             _write(path, {**told, "program": program}, compiled.asm["cubin"])
         except (ValueError, KeyError, OSError) as error:
             _log.info("%s is not kept: %s", spec.name, error)
+
+    @contextlib.contextmanager
+    def alone(self, request: KernelRequest) -> Iterator[None]:
+        """While one process compiles a variant, others of the same host wait here, MOST_WAIT_S at most.
+
+        A process that ends gives its lock back. Where files cannot be locked, nobody waits.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                import fcntl
+
+                self.folder.mkdir(parents=True, exist_ok=True)
+                number = zlib.crc32(request.signature().encode()) % _LOCKS
+                file = stack.enter_context((self.folder / f".compiling-{number}").open("ab"))
+                limit = time.monotonic() + MOST_WAIT_S
+                while time.monotonic() < limit:
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    time.sleep(0.01)
+            except (ImportError, OSError) as error:
+                _log.info("compiling without a lock: %s", error)
+            yield
 
     def _path(self, request: KernelRequest) -> Path:
         return self.folder / f"{request.kernel}-{request.signature()}"

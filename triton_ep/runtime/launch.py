@@ -9,6 +9,7 @@ have compiled (jit_cache.py), never loads the compiler.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -383,9 +384,15 @@ class Launcher:
             self._compiled.clear()
             self._use_jit()
         kept = self._kept(request)
-        if kept is not None:
-            self._note(kept.program)
-            return self._start_of_library(kept.kernel, request)
+        with contextlib.nullcontext() if kept or self._cache is None else self._cache.alone(request):
+            kept = kept or self._kept(request)  # another process may have compiled it meanwhile
+            if kept is None:
+                return self._compiled_now(kind, request)
+        self._note(kept.program)
+        return self._start_of_library(kept.kernel, request)
+
+    def _compiled_now(self, kind: Any, request: KernelRequest) -> Start:
+        """The kernel that the JIT compiles."""
         start = self._start_of_jit(kind, request)
         # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
         kept = self._kept(request) if _has_boxes(request) else None
