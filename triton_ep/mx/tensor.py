@@ -191,10 +191,10 @@ class MXTensor(BlockTensor, MXOperand):
         """`dequantize` without autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
         if _is_wrapper(self.qdata):
-            from triton_ep.mx import dtensor
+            from triton_ep.mx import shards
 
-            if isinstance(self.qdata, dtensor.DTensor) and isinstance(self.scale, dtensor.DTensor):
-                return dtensor.dequantize_shards(
+            if isinstance(self.qdata, shards.DTensor) and isinstance(self.scale, shards.DTensor):
+                return shards.dequantize_shards(
                     self.qdata, self.scale, self.shape, lambda *parts: self._with(*parts)._plain(dtype)
                 )
         scale = self.scale.view(torch.uint8)
@@ -356,11 +356,11 @@ def _shards(
     x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`_quantize` of a DTensor, as DTensors; None for any other tensor."""
-    from triton_ep.mx import dtensor
+    from triton_ep.mx import shards
 
-    if not isinstance(x, dtensor.DTensor):
+    if not isinstance(x, shards.DTensor):
         return None
-    return dtensor.quantize_shards(
+    return shards.quantize_shards(
         x, block_dim, block_size, fmt.per_byte, lambda local: _quantize(local, fmt, block_size, mode, block_dim)
     )
 
