@@ -69,7 +69,7 @@ def _outputs(rank: int, result: reference.CompactResult) -> torch.Tensor:
 
 def _equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
     assert got is not None
-    torch.testing.assert_close(got.cpu(), expected.to(got.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(got.cpu(), expected.cpu().to(got.dtype), rtol=0, atol=0)
 
 
 def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3) -> None:
