@@ -144,8 +144,8 @@ def _check_sums(
     first = 1.0 + routing.rank
     y = torch.full((rows, HIDDEN), first, device=device, dtype=torch.bfloat16)
     if not handle.do_expand:  # the caller sums over the experts of a rank
-        ids = handle.recv_topk_idx
-        y *= (ids >= 0).sum(1, keepdim=True).bfloat16()
+        ids = routing.compact[routing.rank].recv_topk_idx.to(device)
+        y[: len(ids)] *= (ids >= 0).sum(1, keepdim=True).bfloat16()
     owner = torch.where(idx >= 0, idx // EXPERTS + 1, 0)
     expected = owner.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
     bias = tuple(torch.full(expected.shape, 2.0 + n, dtype=torch.bfloat16, device=device) for n in range(2))

@@ -159,10 +159,10 @@ def _check_compact_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
             "deep_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 0, 0),
             "deep_ep combine": ("combine", 0, 1),
             "deep_ep dispatch again": ("dispatch again", 0, 8),
-            "elastic dispatch": ("dispatch", 1, 0),  # the handle's copy of the received ids
-            "elastic dispatch of one-byte rows": ("dispatch of one-byte rows", 1, 1),
+            "elastic dispatch": ("dispatch", 0, 0),
+            "elastic dispatch of one-byte rows": ("dispatch of one-byte rows", 0, 1),
             "elastic combine": ("combine", 0, 1),
-            "elastic dispatch again": ("dispatch again", 1, 5),
+            "elastic dispatch again": ("dispatch again", 2, 5),  # memory for ids, and the numbers of rows
             "fused_a2a forward": ("round", 0, 5),
             # Zeros for the unused probabilities, and what autograd keeps of two gradients.
             "fused_a2a forward and backward": ("forward and backward", 3, 33),

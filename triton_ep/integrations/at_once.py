@@ -12,9 +12,10 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
-from triton_ep.errors import InputError
+from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.exchange import checks, steps
-from triton_ep.exchange.landings import Landing
+from triton_ep.exchange.accept import again
+from triton_ep.exchange.landings import COMPACT, Landing, SentCompact
 from triton_ep.exchange.ranges import call_range, records_ranges
 from triton_ep.exchange.request import Received, Request, Sent, as_sent
 from triton_ep.layer import EPAll2AllLayer
@@ -49,6 +50,29 @@ def dispatch(
         return steps.dispatch(ctx, request, landing)
     with call_range("dispatch", ctx):
         return steps.dispatch(ctx, request, landing)
+
+
+def compact_again(
+    layer: EPAll2AllLayer, rows: Rows, desc: EPAllToAllLayoutDesc, idx_dtype: torch.dtype
+) -> SentCompact | None:
+    """`layer.dispatch_compact_again`, with the ids of the rows. Collective; the host does not wait.
+
+    Returns None if an argument does not fit: nothing was sent, and the other ranks do not know.
+    """
+    ctx = layer.context
+    ctx.check_open()
+    ctx.poll_status()
+    ctx.calls.check_dispatch()
+    try:
+        checks.check_compact_desc("dispatch", ctx.layer_id, desc)
+        checks.check_rows(layer.config, ctx.device, rows.data, desc.num_dispatch_token_cur_rank, rows.scale)
+    except (InputError, StaleHandleError):  # the full call says what does not fit
+        return None
+    request = again(as_sent(rows), desc)
+    if not records_ranges():
+        return steps.dispatch(ctx, request, COMPACT[idx_dtype])
+    with call_range("dispatch", ctx):
+        return steps.dispatch(ctx, request, COMPACT[idx_dtype])
 
 
 def combine(layer: EPAll2AllLayer, x: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:

@@ -70,7 +70,7 @@ class _Call(NamedTuple):
     Attributes:
         max_tokens: most tokens of any rank.
         num_sms: 0: the layer chooses.
-        keeps_copies: the handle owns copies of `topk_idx` and of the received ids.
+        keeps_copies: the handle takes `topk_idx` from the dispatch, so the caller may change what it passed.
     """
 
     topk_idx: torch.Tensor
@@ -295,7 +295,7 @@ class ElasticBuffer:
             allocate_on_comm_stream: no effect: memory may be used and dropped on both streams.
             handle: handle of an earlier dispatch with the same `do_expand`. Its routing is used again; the host does
                 not wait.
-            do_handle_copy: the handle gets copies of `topk_idx` and of the received ids.
+            do_handle_copy: the handle has a copy of `topk_idx`. Nothing else that was passed or returned belongs to it.
             do_cpu_sync: the host waits for the number of received rows. False: R = W * M, or with `do_expand` the most
                 rows that can arrive, and the host does not wait. None: True without a handle.
             do_expand: one row per (token, expert), by expert, source rank and token; False: one row per token.
@@ -476,7 +476,6 @@ class ElasticBuffer:
             return None
         ids, counts = sent.received.topk_idx, None if sent.host_counts is None else list(sent.host_counts)
         made = self._handle(layer, call, sent.desc, None, None if counts is None else _rounded(counts, call))
-        made.recv_topk_idx = ids.clone() if call.keeps_copies else ids
         arrived = Rows(sent.received.x, sent.received.scale)
         return rows.returned(arrived), ids, sent.received.topk_weights, made, EventOverlap()
 
@@ -490,9 +489,8 @@ class ElasticBuffer:
             return None
         if do_expand:
             return layer.dispatch_again(x, desc)[0], None, None, handle, EventOverlap()
-        assert handle.recv_topk_idx is not None, "rows of tokens have ids"
-        recv_x, _ = layer.dispatch_compact_again(x, desc)
-        return recv_x, handle.recv_topk_idx.clone(), None, handle, EventOverlap()
+        found = at_once.compact_again(layer, Rows(x), desc, handle.idx_dtype)
+        return None if found is None else (found.received.x, found.received.topk_idx, None, handle, EventOverlap())
 
     # --- layers and checks ------------------------------------------------------------------------------
 
@@ -609,7 +607,6 @@ class ElasticBuffer:
         recv = layer.dispatch_compact(sent.hidden, call.topk_idx, weights, scale=sent.scales, num_rows=num_rows)
         counts = recv.num_recv_tokens_per_expert
         made = self._handle(layer, call, recv.layout_desc, None, None if counts is None else _rounded(counts, call))
-        made.recv_topk_idx = recv.topk_idx.clone() if call.keeps_copies else recv.topk_idx
         return rows.arrived((recv.x, recv.scale), column_major), recv.topk_idx, recv.topk_weights, made
 
     def _expand(
@@ -647,7 +644,6 @@ class ElasticBuffer:
             num_recv_tokens=tokens,
             num_expanded_tokens=self._most_rows(call) if counts is None else sum(counts),
             num_recv_tokens_per_expert_list=counts or [],
-            recv_topk_idx=None,
             copies=copies,
         )
 
@@ -690,9 +686,13 @@ def _again(
     if handle.do_expand:
         recv, recv_weights = rows.sent.again(layer, desc, weights)
         return rows.arrived(recv, column_major), None, recv_weights
-    ids = handle.recv_topk_idx
-    assert ids is not None, "rows of tokens have ids"
-    return rows.arrived(rows.sent.by_rank_again(layer, desc), column_major), ids.clone(), None
+    sent = Rows(*rows.sent)
+    found = at_once.compact_again(layer, sent, desc, handle.idx_dtype)
+    if found is None:
+        rows.sent.by_rank_again(layer, desc)
+        raise AssertionError("the full call raises")
+    arrived = found.received
+    return rows.arrived(Rows(arrived.x, arrived.scale).like(sent), column_major), arrived.topk_idx, None
 
 
 def _count(stats: torch.Tensor | None, handle: EPHandle) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.exchange.slots import known_copies, needed_slots
-from triton_ep.integrations.deep_ep.handles import ranks_of_tokens
 from triton_ep.layer import EPAll2AllLayer
 
 
@@ -33,7 +32,6 @@ class EPHandle:
         num_expanded_tokens: rows of all local experts, each count rounded up to `expert_alignment`; without host
             synchronisation the most rows that can arrive.
         num_recv_tokens_per_expert_list: the same by expert; empty without host synchronisation.
-        recv_topk_idx: [R, K] local expert ids; None with `do_expand`.
         copies: with `do_expand` [at least C, K] int32, the rows of each received token.
         token_metadata_at_forward, channel_linked_list: None; this protocol has no channels.
     """
@@ -51,7 +49,6 @@ class EPHandle:
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
-    recv_topk_idx: torch.Tensor | None
     copies: torch.Tensor | None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
@@ -94,12 +91,13 @@ class EPHandle:
         the received tokens; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows past
         the received tokens are -1.
 
-        The first read is collective: torch's all_to_all exchanges which tokens each rank sent, a byte per token and
-        rank. Read this on all ranks or on none, in the same order with other calls. Dispatches do not pay for it.
+        The first read is collective: torch's all_to_all exchanges which tokens each rank sent for which k, eight bytes
+        per token and rank. Read this on all ranks or on none, in the same order with other calls. Dispatches do not pay
+        for it.
         """
-        rows = self._rows()
-        place = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        source = self._source_tokens()
+        source, chosen = self._sources()
+        place = torch.arange(source.shape[0], dtype=torch.int32, device=source.device)
+        rows = self._rows(place, chosen)
         alone = torch.where(source < 0, -1, place)
         return torch.cat([source.unsqueeze(1), alone.unsqueeze(1), rows], 1)
 
@@ -108,30 +106,39 @@ class EPHandle:
         """[R] int32, k of each row, -1 in padding; only with `do_expand`. None if the layer knows the slots."""
         return needed_slots(self.layer.context, self.layout_desc, self.copies)
 
-    def _rows(self) -> torch.Tensor:
-        """[num_recv_tokens, K] int32, rows in `recv_x` of each received token, -1 = none."""
+    def _rows(self, place: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """[num_recv_tokens, K] int32, rows in `recv_x` of each received token, -1 = none; place: their numbers; chosen:
+        from `_sources`."""
         desc = self.layout_desc
         if self.copies is not None:
             known = known_copies(self.layer.context, desc, self.copies)[: self.num_recv_tokens]
             return torch.where(known < desc.num_recv_rows, known, -1)
-        assert self.recv_topk_idx is not None, "rows of tokens have ids"
-        place = torch.arange(self.num_recv_tokens, dtype=torch.int32, device=self.recv_topk_idx.device).unsqueeze(1)
-        arrived = place < desc.arrivals_of_rank[self.layer.config.rank]
-        return torch.where((self.recv_topk_idx >= 0) & arrived, place, -1)
+        k = torch.arange(self.layer.config.topk, device=place.device)
+        return torch.where((chosen.unsqueeze(1) >> k) & 1 > 0, place.unsqueeze(1), -1)
 
-    def _source_tokens(self) -> torch.Tensor:
-        """[num_recv_tokens] int32, source rank * M + token of each received token; else -1. Collective.
+    def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each received token [num_recv_tokens]: source rank * M + token, int32, else -1; and in bit k, int64,
+        whether this rank has the token's expert k. Collective.
 
         Received tokens are ordered by source rank, then by number, so the set of tokens sent gives the place of each.
         """
         desc, cfg, most = self.layout_desc, self.layer.config, self.num_max_tokens_per_rank
-        leaving = torch.zeros(cfg.world_size, most, dtype=torch.uint8, device=desc.placement.device)
-        leaving[:, : desc.num_dispatch_token_cur_rank] = ranks_of_tokens(desc, cfg.world_size).t()
+        owners = desc.owner_ranks
+        assert owners is not None, "a low-latency dispatch has a handle of its own"
+        # One extra rank takes the choices that are dropped.
+        leaving = torch.zeros(most, cfg.world_size + 1, dtype=torch.int64, device=owners.device)
+        bits = (1 << torch.arange(cfg.topk, device=owners.device)).expand(owners.shape)
+        column = torch.where(owners < 0, cfg.world_size, owners).long()
+        leaving[: desc.num_dispatch_token_cur_rank].scatter_add_(1, column, bits)
+        leaving = leaving.t()[:-1].contiguous()
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self.layer.context.group)
-        came = coming.flatten().bool()
+        chosen = coming.flatten()
+        came = chosen != 0
         # One extra place takes the tokens that did not come.
         place = torch.where(came, came.cumsum(0) - 1, self.num_recv_tokens)
         source = torch.full((self.num_recv_tokens + 1,), -1, dtype=torch.int32, device=came.device)
         numbers = torch.arange(came.numel(), dtype=torch.int32, device=came.device)
-        return source.scatter_(0, place, numbers)[:-1]
+        return source.scatter_(0, place, numbers)[:-1], torch.zeros_like(source, dtype=torch.int64).scatter_(
+            0, place, chosen
+        )[:-1]
