@@ -139,6 +139,5 @@ class EPHandle:
         place = torch.where(came, came.cumsum(0) - 1, self.num_recv_tokens)
         source = torch.full((self.num_recv_tokens + 1,), -1, dtype=torch.int32, device=came.device)
         numbers = torch.arange(came.numel(), dtype=torch.int32, device=came.device)
-        return source.scatter_(0, place, numbers)[:-1], torch.zeros_like(source, dtype=torch.int64).scatter_(
-            0, place, chosen
-        )[:-1]
+        choices = torch.zeros_like(source, dtype=torch.int64).scatter_(0, place, chosen)
+        return source.scatter_(0, place, numbers)[:-1], choices[:-1]
