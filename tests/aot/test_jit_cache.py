@@ -187,9 +187,13 @@ def test_without_cuda_python_triton_compiles(cache: Path, monkeypatch: pytest.Mo
     assert _current() is None
 
 
+def _cache_in(folder: Path) -> JitCache:
+    return JitCache(folder, NotingDriver())  # type: ignore[arg-type]  # stands for the driver
+
+
 def test_a_second_process_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another variant need not wait, and nobody waits longer than the limit or without a folder for locks."""
-    kept = JitCache(tmp_path / "state", NotingDriver())  # type: ignore[arg-type]
+    kept = _cache_in(tmp_path / "state")
     wanted, other = KernelRequest("a_kernel", {"N": 1}), KernelRequest("a_kernel", {"N": 2})
     order: list[str] = []
 
@@ -210,7 +214,7 @@ def test_a_second_process_waits_for_the_first(tmp_path: Path, monkeypatch: pytes
             pool.submit(compile_after_the_first).result()
     assert order == ["first", "second", "second"]
     (tmp_path / "file").write_text("")
-    with JitCache(tmp_path / "file" / "state", NotingDriver()).alone(wanted):  # type: ignore[arg-type]
+    with _cache_in(tmp_path / "file" / "state").alone(wanted):
         order.append("without a folder")
     assert order[3:] == ["without a folder"]
 

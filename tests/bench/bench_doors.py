@@ -43,6 +43,7 @@ from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.providers import meet_by_collective
 from triton_ep.bench.routing import uniform_idx
 from triton_ep.bench.timing import Timer, Timing, kernel_time, over_ranks, record_calls, slowest
+from triton_ep.heap.registry import HEAPS
 from triton_ep.integrations import megatron
 from triton_ep.integrations.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, release
 from triton_ep.layer import EPAll2AllLayer
@@ -386,7 +387,7 @@ def measure_in_turns(args: argparse.Namespace) -> Iterator[Callable[[], list[ben
     """A function that times all calls once, for compare_commits.py. Collective over the world."""
     with open_doors(args) as doors:
         timer = Timer(doors.device, args.iters, args.warmup)
-        yield lambda: _rows(args, doors.times(timer), doors.host_times(1), {})
+        yield lambda: _rows(args, 1, doors.times(timer), doors.host_times(1), {})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -397,7 +398,7 @@ def run(args: argparse.Namespace) -> None:
         turns = [doors.times(timer) for _ in range(TURNS)]
         timings = {name: _joined([turn[name] for turn in turns]) for name in doors.calls}
         hosts, kernels = doors.host_times(TURNS), doors.kernel_times(timer)
-        rows = _rows(args, timings, hosts, kernels)
+        rows = _rows(args, TURNS, timings, hosts, kernels)
     if rank == 0:
         print(tables.table(rows))
         _compare(timings, hosts, kernels)
@@ -407,11 +408,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _rows(
-    args: argparse.Namespace, timings: dict[Name, Timing], hosts: Hosts, kernels: dict[Name, float | None]
+    args: argparse.Namespace,
+    turns: int,
+    timings: dict[Name, Timing],
+    hosts: Hosts,
+    kernels: dict[Name, float | None],
 ) -> list[bench_rows.Row]:
     """One row per call."""
     how, ranks = "interpreted" if INTERPRETING else "jit", dist.get_world_size()
-    heap = f"{args.heap}-" if args.heap == "torch" else ""
+    heap = "torch-" if isinstance(ep_distributed.current_heap(), HEAPS["torch"]) else ""
     environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     found = []
     for name, timing in timings.items():
@@ -432,7 +437,7 @@ def _rows(
                     "topk": args.topk,
                     "experts": args.experts,
                     "routing": "uniform:0",
-                    "iters": args.iters * TURNS,
+                    "iters": args.iters * turns,
                     "host_us": "" if host is None else f"{host:.1f}",
                     "kernel_us": "" if busy is None else f"{busy:.1f}",
                     **{name: f"{value:.1f}" for name, value in asdict(timing).items()},
@@ -465,18 +470,19 @@ def _compare(timings: dict[Name, Timing], hosts: Hosts, kernels: dict[Name, floa
 def doors_parser() -> argparse.ArgumentParser:
     """Options of this program, also those of `doors` in compare_commits.py."""
     parser = sizes_parser(__doc__)
-    parser.add_argument("--heap", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric heap")
     parser.add_argument("--num-sm", type=int, default=24)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="commit of the rows")
     return parser
 
 
 def main() -> None:
     """Start the ranks, unless torchrun or another launcher has started them."""
-    args = doors_parser().parse_args()
+    parser = doors_parser()
+    parser.add_argument("--heap", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric heap")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
     if ep_distributed.launched_by() == "none":
         ep_distributed.run_ranks(run, args.ranks, args)
     else:
