@@ -1,7 +1,8 @@
 """Routing of one rank: from expert ids to counts, stable slots and destination rows.
 
 Protocol      1 count: for each chunk of tokens, a program gives the entries slots within the chunk and counts them per
-              column; it belongs to the kernel that goes on with step 2 (internode/splits.py)
+              column, after it has read their ids from a routing map, if there is one (map_slots.py); it belongs to the
+              kernel that goes on with step 2 (internode/splits.py)
               (2 all ranks exchange their totals and derive where every segment starts)
               3 slots: every entry gets its row at its owner, every token its staging row per rank. Store stage_meta at
               the ranks of this node: the output rows that each staging row fills. Store push_addrs for the push kernel
@@ -76,6 +77,7 @@ from ..device.tables import (
 )
 from ..device.tiles import TILE_ROWS, write_tile_table
 from ..spec import ep_kernel
+from .map_slots import fill_slots
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -102,7 +104,7 @@ class Counting(NamedTuple):
     """Ids to count, the destination of the counts, and sizes, which are powers of two.
 
     Attributes:
-        topk_idx_ptr: [T, K] int32 or int64; -1 or E = dropped.
+        topk_idx_ptr: [T, K] int32 or int64; -1 or E = dropped. With a routing map, int32, out.
         chunks_ptr: out; device/tables.py.
         first_waiting: the first program that does not count; programs before it count one chunk each.
         KP: top-k rounded up.
@@ -121,13 +123,17 @@ class Counting(NamedTuple):
 
 
 @triton.jit
-def count_chunk(job, counting, entries, num_chunks):
-    """Compute slots and counts of the chunk with this program's number."""
+def count_chunk(job, counting, given, entries, num_chunks):
+    """Compute slots and counts of the chunk with this program's number; before, its ids, if there is a routing map."""
     chunks_ptr = counting.chunks_ptr
     chunk = tl.program_id(0)
     num_columns = num_columns_of(job)
     experts = num_experts(job)
     _, _, offs, mask = _entries(entries.num_tokens, entries.TOPK, counting.KP, counting.BLOCK_T)
+    if given.BLOCK_E > 0:
+        ids_ptr = counting.topk_idx_ptr
+        fill_slots(given, ids_ptr, entries.num_tokens, experts, entries.TOPK, counting.KP, counting.BLOCK_T)
+        tl.debug_barrier()  # other threads read the ids
     raw = tl.load(counting.topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
     valid = (raw >= 0) & (raw < experts)
     bad = mask & (raw != -1) & (raw != experts) & (valid == 0)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..compute.map_slots import Given
 from ..compute.routing import Counting, count_chunk
 from ..device.buffers import EPOCH_DISPATCH, PROGRAMS_COUNTED, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
@@ -363,6 +364,10 @@ class Sizes(NamedTuple):
 
 @ep_kernel(
     topk_idx_ptr="*{IDX}",
+    map_ptr="*u8",
+    probs_ptr="*fp32",
+    weights_ptr="*fp32",
+    excess_ptr="*i32",
     entries_ptr="*i32",
     chunks_ptr="*i32",
     bad_scatter_ptr="*i32",
@@ -375,6 +380,7 @@ class Sizes(NamedTuple):
 )
 def splits_kernel(
     counting: Counting,
+    given: Given,
     entries: Entries,  # out
     placement_ptr,  # out, device/tables.py
     call: Call,
@@ -391,7 +397,7 @@ def splits_kernel(
             return
     num_chunks = counting.first_waiting
     if tl.program_id(0) < num_chunks:
-        count_chunk(job, counting, entries, num_chunks)
+        count_chunk(job, counting, given, entries, num_chunks)
         # One thread releases for the whole block; pairs with the acquire in `wait_programs`.
         tl.debug_barrier()
         tl.atomic_add(state_at(job, PROGRAMS_COUNTED), 1, sem="release", scope="gpu")

@@ -13,6 +13,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.given import RoutingMap
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
+from triton_ep.exchange.slots import slots_of_map
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
@@ -430,8 +431,8 @@ def test_one_rank_with_more_tokens_makes_a_buffer_grow_by_ids(run_ranks):
 
 def _counted(ctx: DispatchCombineContext, given: RoutingMap) -> routing_ops.Routing:
     """Tables of a dispatch by map, before its exchange of counts."""
-    routing, ids = routing_ops.prepare(ctx, given)
-    routing_ops.exchange_splits(ctx, routing, ids, 0)
+    routing = routing_ops.prepare(ctx, given)
+    routing_ops.exchange_splits(ctx, routing, 0)
     return routing
 
 
@@ -453,6 +454,11 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
                 same(counted.entries[0], ids)
                 same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
                 same(found, excess)
+                alone_ids, alone_weights = slots_of_map(layer.context, RoutingMap(routed, given, found))
+                assert alone_weights is not None
+                same(alone_ids, ids)
+                same(alone_weights, weights_of_slots(probs, ids))
+                same(found, 2 * excess)
                 if share in (0.0, 0.02):
                     continue  # hardly any token has an expert too many
                 # Without a counter, an expert too many marks the last slot, which is then reported and not kept.
@@ -464,7 +470,8 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_counts_by_maps(run_ranks):
-    """Ids and weights in the counts of a dispatch by map, and experts without a slot, against plain torch."""
+    """Ids and weights in the counts of a dispatch by map, or by themselves, and experts without a slot, against plain
+    torch."""
     run_ranks(_check_counts_by_map, 1, 1)
 
 

@@ -108,6 +108,12 @@ class DispatchCombineContext:
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self.no_floats = self.no_bytes.view(torch.float32)
+        self.no_map = {
+            "map_ptr": self.no_bytes,
+            "probs_ptr": self.no_floats,
+            "weights_ptr": self.no_floats,
+            "excess_ptr": self.no_bytes.view(torch.int32),
+        }
 
         self._status = status.DeviceState(config.world_size, config.timeout_s, self.device)
         self.state, self._alarm = self._status.words, self._status.alarm

@@ -234,13 +234,13 @@ def preprocess(
         legal = (ids >= 0) & (ids < num_experts)
         ids = torch.where(legal & ~good, -1, ids)
         bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
-    routing, ids = routing_ops.prepare(ctx, ids, request.weights)
+    routing = routing_ops.prepare(ctx, ids, request.weights)
     word = _host_word(ctx, request, landing.deduplicated, routing.weights is not None)
     routed = None if request.routed is None else request.routed.placement
     room = landing.limits(ctx.sizes) if reads else None
     unpacked = None if rows is request.rows else (request.rows.data, rows.data)
     return routing, routing_ops.exchange_splits(
-        ctx, routing, ids, word, bad_scatter, routed, room, request.needed_tokens, unpacked
+        ctx, routing, word, bad_scatter, routed, room, request.needed_tokens, unpacked
     )
 
 

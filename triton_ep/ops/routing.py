@@ -1,4 +1,4 @@
-"""Routing: ids from routing maps (kernels/compute/map_slots.py); counts, slots and the counts of all ranks
+"""Routing: ids from routing maps (kernels/compute/map_slots.py), counts, slots and the counts of all ranks
 (kernels/internode/splits.py); then rows at their owners (kernels/compute/routing.py)."""
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Routing(NamedTuple):
     """Tables of one dispatch (kernels/device/tables.py).
 
     Attributes:
+        given: routing map, from which `exchange_splits` writes ids and weights; None: these are given.
+        ids: [T, K] expert ids.
         entries: [F, T, K] int32; hold slots within the chunk, and rows once `place` has run.
         chunks: int32, counts and other tables by chunk.
         push_addrs: [T, K] int64 at the start of the buffer; written by `place`.
@@ -32,6 +34,8 @@ class Routing(NamedTuple):
         num_chunks: number of routing chunks of the tokens.
     """
 
+    given: RoutingMap | None
+    ids: torch.Tensor
     entries: torch.Tensor
     chunks: torch.Tensor
     push_addrs: torch.Tensor
@@ -57,21 +61,24 @@ class OwnRows(NamedTuple):
 
 def prepare(
     ctx: DispatchCombineContext, topk_idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None = None
-) -> tuple[Routing, torch.Tensor]:
-    """Allocate the tables of a dispatch; return them with its ids [T, K], also for a routing map.
+) -> Routing:
+    """Allocate the tables of a dispatch, and with a routing map its ids and weights.
 
     weights: [T, K] float32; None with a routing map, which has its own.
     """
     cfg, sizes = ctx.config, ctx.sizes
-    num_tokens = (topk_idx.routed if isinstance(topk_idx, RoutingMap) else topk_idx).shape[0]
-    if isinstance(topk_idx, RoutingMap):  # launched first: the GPU is done with it when the next launch comes
-        given, entries = topk_idx, cfg.max_tokens * cfg.topk
-        topk_idx = ctx.scratch("map_ids", entries, torch.int32)
-        weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
-        map_slots(ctx, given, topk_idx, weights)
     most = cfg.max_tokens * cfg.topk
+    given = None
+    if isinstance(topk_idx, RoutingMap):
+        given, num_tokens = topk_idx, topk_idx.routed.shape[0]
+        topk_idx = ctx.scratch("map_ids", most, torch.int32)
+        weights = None if given.probs is None else ctx.scratch("map_weights", most, torch.float32)
+    else:
+        num_tokens = topk_idx.shape[0]
     addrs = ctx.scratch("push_addrs", most + cfg.max_tokens, torch.int64)
-    routing = Routing(
+    return Routing(
+        given,
+        topk_idx,
         torch.empty(sizes.entry_fields, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", sizes.chunks_length, torch.int32),
         addrs,
@@ -80,13 +87,11 @@ def prepare(
         num_tokens,
         -(-num_tokens // ROUTING_TOKENS),
     )
-    return routing, topk_idx
 
 
 def exchange_splits(
     ctx: DispatchCombineContext,
     routing: Routing,
-    topk_idx: torch.Tensor,
     host_word: int,
     bad_scatter: torch.Tensor | None = None,
     routed: torch.Tensor | None = None,
@@ -94,11 +99,11 @@ def exchange_splits(
     needed_tokens: int = 0,
     unpacked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Count this rank's entries, give each its slot within its chunk, publish the counts to all ranks, wait for the
-    counts of all ranks, and derive where all segments start (kernels/internode/splits.py). Collective; advances the
-    dispatch epoch.
+    """Read ids from a routing map if there is one, count this rank's entries, give each its slot within its chunk,
+    publish the counts to all ranks, wait for the counts of all ranks, and derive where all segments start
+    (kernels/internode/splits.py). Collective; advances the dispatch epoch.
 
-    routing, topk_idx: from `prepare`.
+    routing: from `prepare`.
     host_word: published unchanged, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
         dispatch that wrote `routed`.
     room: staging rows, output rows and sums for which there is room, if the host will read the counts; None: it will
@@ -114,7 +119,8 @@ def exchange_splits(
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
     chunks = routing.num_chunks
     first_packing = chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS)
-    kind = (bad_scatter is not None, unpacked is not None)
+    given = routing.given
+    kind = (bad_scatter is not None, unpacked is not None, None if given is None else _kind_of(given))
     launcher = ctx.launcher(("splits", *kind), exchange.splits, *kind)
     if unpacked is None:
         rows = packed = ctx.no_bytes  # not read
@@ -125,7 +131,8 @@ def exchange_splits(
         packing = packing_programs(cfg, launcher, -(-num_blocks // exchange.PACKED_BLOCKS))
     launcher.launch(
         first_packing + packing,
-        topk_idx_ptr=topk_idx,
+        topk_idx_ptr=routing.ids,
+        **(ctx.no_map if given is None else _map_arguments(ctx, given, routing.weights)),
         entries_ptr=routing.entries,
         chunks_ptr=routing.chunks,
         placement_ptr=placement,
@@ -152,19 +159,32 @@ def exchange_splits(
     return placement
 
 
+def _kind_of(given: RoutingMap) -> tuple[bool, bool]:
+    """Whether a routing map has weights, and whether its experts without a slot are counted."""
+    return given.probs is not None, given.excess is not None
+
+
+def _map_arguments(
+    ctx: DispatchCombineContext, given: RoutingMap, weights: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Pointers of a kernel that reads a routing map, and writes the weights."""
+    return {
+        "map_ptr": given.routed.view(torch.uint8) if INTERPRETING else given.routed,
+        "probs_ptr": ctx.no_floats if given.probs is None else given.probs,
+        "weights_ptr": ctx.no_floats if weights is None else weights,
+        "excess_ptr": ctx.no_map["excess_ptr"] if given.excess is None else given.excess,
+    }
+
+
 def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Write the ids [T, K] int32 of a routing map, ascending, padded with -1, and its weights [T, K] float32, padded
     with 0."""
     num_tokens, num_experts = given.routed.shape
-    kind = (given.probs is not None, given.excess is not None)
+    kind = _kind_of(given)
     ctx.launcher(("map_slots", *kind), compact.map_slots, *kind).launch(
         -(-num_tokens // _MAP_TOKENS),
-        map_ptr=given.routed.view(torch.uint8) if INTERPRETING else given.routed,
-        # If None: pointers of the right type, not read.
-        probs_ptr=ctx.no_floats if given.probs is None else given.probs,
+        **_map_arguments(ctx, given, weights),
         ids_ptr=ids,
-        weights_ptr=ctx.no_floats if weights is None else weights,
-        excess_ptr=ids if given.excess is None else given.excess,
         num_tokens=num_tokens,
         num_experts=num_experts,
         topk=ctx.config.topk,

@@ -10,6 +10,7 @@ from triton_ep.runtime.plans.exchange import (
     copy_tile,
     copying,
     landed_ring,
+    of_map,
     watched_sources,
 )
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
@@ -58,11 +59,9 @@ def map_slots_tokens(interpreted: bool) -> int:
 def map_slots(s: Shape, has_probs: bool, count_excess: bool) -> Plan:
     """Ids and weights of the experts that a routing map names."""
     constexprs = {
-        "HAS_PROBS": has_probs,
-        "COUNT_EXCESS": count_excess,
         "KP": s.kp,
         "BLOCK_T": map_slots_tokens(s.interpreted),
-        "BLOCK_E": 256,
+        **of_map(s, has_probs, count_excess),
     }
     return Plan("map_slots_kernel", constexprs)
 

@@ -33,6 +33,7 @@ SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
 PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
+_EXPERTS_OF_MAP = 256  # most experts of a routing map that are read at a time
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
@@ -58,9 +59,18 @@ EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit next to the push, for which they wait."""
 
 
-def splits(s: Shape, has_scatter: bool, packs: bool = False) -> Plan:
-    """Count this rank's entries, give them slots, and exchange splits between all ranks; packs: quantise rows
-    meanwhile."""
+def of_map(s: Shape, has_probs: bool, count_excess: bool) -> Mapping[str, Any]:
+    """Compile-time arguments that belong to a routing map."""
+    block = min(next_power_of_2(s.num_experts), _EXPERTS_OF_MAP)
+    return {"BLOCK_E": block, "HAS_PROBS": has_probs, "COUNT_EXCESS": count_excess}
+
+
+def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, bool] | None = None) -> Plan:
+    """Count this rank's entries, give them slots, and exchange splits between all ranks.
+
+    packs: quantise rows meanwhile. given: a routing map that has weights, and whose experts without a slot are counted;
+    None: ids.
+    """
     ranks, experts = next_power_of_2(s.world_size), next_power_of_2(s.experts_per_rank)
     constexprs = {
         "BLOCK_T": ROUTING_TOKENS,
@@ -75,6 +85,7 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False) -> Plan:
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
         "PACKED_BLOCKS": PACKED_BLOCKS if packs else 0,
+        **(of_map(s, *given) if given else {"BLOCK_E": 0, "HAS_PROBS": False, "COUNT_EXCESS": False}),
         **s.common("TOPK", "KP", "WP", "LWP"),
     }
     return Plan("splits_kernel", constexprs)

@@ -117,18 +117,22 @@ def _barriers(s: Shape) -> Iterator[KernelRequest]:
 
 def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for scatter, ids in product(sorted({False, *uses.scatter}), uses.ids):
-        for packs in sorted({False, s.payload is not None}):
-            types = {"topk_idx_ptr": f"*{ids}", "unpacked_ptr": f"*{s.token if packs else 'u8'}"}
-            yield KernelRequest.of(exchange.splits(s, scatter, packs), types)
+        yield from _splits(s, ids, scatter, None)
     yield from _places(s, uses)
 
 
+def _splits(s: Shape, ids: str, scatter: bool, given: tuple[bool, bool] | None) -> Iterator[KernelRequest]:
+    for packs in sorted({False, s.payload is not None}):
+        types = {"topk_idx_ptr": f"*{ids}", "unpacked_ptr": f"*{s.token if packs else 'u8'}"}
+        yield KernelRequest.of(exchange.splits(s, scatter, packs, given), types)
+
+
 def _maps(s: Shape, given: LayerCalls) -> Iterator[KernelRequest]:
-    """Ids and weights of routing maps."""
-    for probs in given.weights:
-        # Exact mode reports a token with too many experts; budgets count such experts.
-        for excess in (False, True):
-            yield KernelRequest.of(compact.map_slots(s, probs, excess))
+    """Ids and weights of routing maps, by themselves and in a dispatch."""
+    # Exact mode reports a token with too many experts; budgets count such experts.
+    for probs, excess in product(given.weights, (False, True)):
+        yield KernelRequest.of(compact.map_slots(s, probs, excess))
+        yield from _splits(s, "i32", False, (probs, excess))
 
 
 def _places(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
