@@ -151,21 +151,14 @@ def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOC
 
 
 @triton.jit
-def _exchange(
-    job,
-    row_ptr,
-    NETWORK: tl.constexpr,
-    WP: tl.constexpr,
-    LWP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _exchange(job, row_ptr, sizes):
     """Post this rank's row to all ranks and wait for their rows."""
     row_length = row_length_of(job)
     epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
     my_row = ((epoch & 1) * job.num_ranks + job.rank) * row_length
     splits_ptr = own_buffer(job, SPLITS, tl.int32)
-    for start in range(0, row_length, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
+    for start in range(0, row_length, sizes.BLOCK):
+        offs = start + tl.arange(0, sizes.BLOCK)
         words = tl.load(row_ptr + offs, mask=offs < row_length, other=0)
         tl.store(splits_ptr + my_row + offs, words, mask=offs < row_length)
     # Other threads read the row just stored, as the source of the posts; and all threads must have read the epoch.
@@ -179,11 +172,11 @@ def _exchange(
         SPLITS_FLAG,
         True,
         False,
-        NETWORK,
-        LWP,
-        BLOCK,
+        sizes.NETWORK,
+        sizes.LWP,
+        sizes.BLOCK,
     )
-    sources = tl.arange(0, WP)
+    sources = tl.arange(0, sizes.WP)
     flag_ptrs = own_buffer(job, SPLITS_FLAG, tl.int64) + sources
     wait_flags(job, flag_ptrs, is_rank(job, sources), epoch, WAIT_SPLITS)
 
@@ -344,15 +337,17 @@ class Segments(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Block sizes, powers of two.
+    """Block sizes, powers of two, and the transport.
 
     Attributes:
+        NETWORK: transport to other nodes (device/transport.py).
         WP, LWP: all ranks, ranks of a node.
         EP: local experts.
         OWNERS: ranks whose experts are placed at a time.
         BLOCK_N, BLOCK_C, BLOCK: chunks, columns of the counts, and words read at a time.
     """
 
+    NETWORK: tl.constexpr
     WP: tl.constexpr
     LWP: tl.constexpr
     EP: tl.constexpr
@@ -388,7 +383,6 @@ def splits_kernel(
     segments: Segments,
     read: HostRead,
     packing: Packing,
-    NETWORK: tl.constexpr,
     sizes: Sizes,
 ):
     if packing.PACKED_BLOCKS > 0:
@@ -419,7 +413,7 @@ def splits_kernel(
     if last_to_arrive(job, packing.first_packing - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
         # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
-        _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)
+        _exchange(job, row_ptr, sizes)
         epoch = tl.load(state_at(job, EPOCH_DISPATCH))
         row_length = row_length_of(job)
         splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length
