@@ -2,10 +2,11 @@
 the programs that count the entries (compute/routing.py).
 
 Protocol      1 each program takes a block of tokens, and stores the experts of each token in ascending order
-              2 it fills the remaining slots of the token; for a token with more experts than slots, it reports how many
+              2 it fills the remaining slots of the token, and stores the weight of each slot; for a token with more
+              experts than slots, it reports how many
 Layout        map [T, E] bytes, 1 = the token goes to the expert. ids [T, K] int32, then -1. weights [T, K], then 0.
-Memory order  A block barrier separates 1 and 2, which may store into the same slot. Integer additions, whose order
-              does not matter.
+Memory order  Block barriers separate 1, the weights and the report, which load and store the same slots. Integer
+              additions, whose order does not matter.
 Progress      No program waits.
 Replay        With COUNT_EXCESS the caller zeroes `excess`.
 """
@@ -83,14 +84,16 @@ def fill_slots(
         fits = here & (slot < topk)
         to = row * topk + slot
         tl.store(ids_ptr + to, tl.broadcast_to(expert, slot.shape), mask=fits)
-        if given.HAS_PROBS:
-            tl.store(given.weights_ptr + to, tl.load(given.probs_ptr + at, mask=fits, other=0.0), mask=fits)
         seen += tl.sum(count, axis=1)
     k = tl.arange(0, KP)[None, :]
-    empty = alive[:, None] & (k >= seen[:, None]) & (k < topk)
-    tl.store(ids_ptr + row * topk + k, tl.full(empty.shape, -1, tl.int32), mask=empty)
+    slots = alive[:, None] & (k < topk)
+    filled = slots & (k < seen[:, None])
+    tl.store(ids_ptr + row * topk + k, tl.full(slots.shape, -1, tl.int32), mask=slots & (filled == 0))
     if given.HAS_PROBS:
-        tl.store(given.weights_ptr + row * topk + k, tl.zeros(empty.shape, tl.float32), mask=empty)
+        tl.debug_barrier()
+        expert = tl.load(ids_ptr + row * topk + k, mask=filled, other=0)
+        weights = tl.load(given.probs_ptr + row * num_experts + expert, mask=filled, other=0.0)
+        tl.store(given.weights_ptr + row * topk + k, weights, mask=slots)
     if given.COUNT_EXCESS:
         excess = tl.sum(tl.where(alive, tl.maximum(seen - topk, 0), 0))
         if excess > 0:

@@ -156,46 +156,68 @@ def count_chunk(job, counting, given, entries, num_chunks):
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
     # Store groups, or -1, in place of the slots for now, so that each entry can be compared with all others.
-    dst_row_ptr = entry_field(entries, DST_ROW)
-    stage_row_ptr = entry_field(entries, STAGE_ROW)
-    node_slot_ptr = entry_field(entries, NODE_SLOT)
-    tl.store(dst_row_ptr + offs, expert, mask=mask)
-    tl.store(stage_row_ptr + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
-    tl.store(node_slot_ptr + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
+    tl.store(entry_field(entries, DST_ROW) + offs, expert, mask=mask)
+    tl.store(entry_field(entries, STAGE_ROW) + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
+    tl.store(entry_field(entries, NODE_SLOT) + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
     tl.debug_barrier()
-    _rank_entries(counting, entries, dst_row_ptr, counts_ptr)
-    _rank_entries(counting, entries, stage_row_ptr, rank_columns_of(job, counts_ptr))
-    _rank_entries(counting, entries, node_slot_ptr, node_columns_of(job, counts_ptr))
+    _rank_entries(job, counting, entries, counts_ptr)
+
+
+@triton.jit
+def _alike(theirs, group, earlier):
+    """Of some entries, how many are in the group of each entry: low half earlier ones, high half all."""
+    return tl.where(theirs[:, None] == group[None, :], tl.where(earlier, 65537, 65536), 0)
 
 
 @triton.jit
 def _rank_entries(
+    job,
     counting,
-    entries,
-    field_ptr,  # [T, K] int32, in: groups, -1 = none; out: slots within the chunk and group, -1 = none
-    counts_ptr,  # out: entries of each group that has any
+    entries,  # DST_ROW, STAGE_ROW, NODE_SLOT: in: experts, ranks, nodes, -1 = none; out: slots in the chunk, -1 = none
+    counts_ptr,  # out: entries of each expert, rank and node that has any
 ):
-    """For each entry of the chunk, count the earlier entries of its group; for each group, count its entries."""
+    """For each entry of the chunk and each of its groups, count the earlier entries of the group; for each group, count
+    its entries. The groups take turns in one loop, because each waits for what it loads."""
     KP: tl.constexpr = counting.KP
     N: tl.constexpr = counting.BLOCK_T * KP
+    expert_ptr = entry_field(entries, DST_ROW)
+    rank_ptr = entry_field(entries, STAGE_ROW)
+    node_ptr = entry_field(entries, NODE_SLOT)
     entry = tl.arange(0, N)
     first_token = tl.program_id(0) * counting.BLOCK_T
     token, k = first_token + entry // KP, entry % KP
     mask = (token < entries.num_tokens) & (k < entries.TOPK)
-    group = tl.load(field_ptr + token * entries.TOPK + k, mask=mask, other=-1)
-    both = tl.zeros([counting.OTHERS, N], tl.int32)  # one sum for both counts: low half earlier entries, high half all
+    at = token * entries.TOPK + k
+    expert = tl.load(expert_ptr + at, mask=mask, other=-1)
+    rank = tl.load(rank_ptr + at, mask=mask, other=-1)
+    node = tl.load(node_ptr + at, mask=mask, other=-1)
+    of_expert = tl.zeros([counting.OTHERS, N], tl.int32)
+    of_rank = tl.zeros([counting.OTHERS, N], tl.int32)
+    of_node = tl.zeros([counting.OTHERS, N], tl.int32)
     for start in range(0, N, counting.OTHERS):
         other = start + tl.arange(0, counting.OTHERS)
         other_token, other_k = first_token + other // KP, other % KP
         is_other = (other_token < entries.num_tokens) & (other_k < entries.TOPK)
-        theirs = tl.load(field_ptr + other_token * entries.TOPK + other_k, mask=is_other, other=-2)
-        alike = theirs[:, None] == group[None, :]
-        both += tl.where(alike, tl.where(other[:, None] < entry[None, :], 65537, 65536), 0)
-    both = tl.sum(both, axis=0)  # along this axis, sums stay within a thread
-    chosen = mask & (group >= 0)
+        there = other_token * entries.TOPK + other_k
+        experts = tl.load(expert_ptr + there, mask=is_other, other=-2)
+        ranks = tl.load(rank_ptr + there, mask=is_other, other=-2)
+        nodes = tl.load(node_ptr + there, mask=is_other, other=-2)
+        earlier = other[:, None] < entry[None, :]
+        of_expert += _alike(experts, expert, earlier)
+        of_rank += _alike(ranks, rank, earlier)
+        of_node += _alike(nodes, node, earlier)
     tl.debug_barrier()  # all threads have read the groups
-    tl.store(field_ptr + token * entries.TOPK + k, tl.where(chosen, both & 65535, -1), mask=mask)
-    # All entries of a group store the same count.
+    _store_ranked(expert_ptr + at, counts_ptr, expert, of_expert, mask)
+    _store_ranked(rank_ptr + at, rank_columns_of(job, counts_ptr), rank, of_rank, mask)
+    _store_ranked(node_ptr + at, node_columns_of(job, counts_ptr), node, of_node, mask)
+
+
+@triton.jit
+def _store_ranked(slot_ptrs, counts_ptr, group, alike, mask):
+    """Store the slot of each entry, and the number of entries of its group: all of a group store the same."""
+    both = tl.sum(alike, axis=0)  # along this axis, sums stay within a thread
+    chosen = mask & (group >= 0)
+    tl.store(slot_ptrs, tl.where(chosen, both & 65535, -1), mask=mask)
     tl.store(counts_ptr + group, both >> 16, mask=chosen)
 
 

@@ -33,7 +33,7 @@ SPLITS_COLUMNS = 16
 """Columns of counts that one program of the splits exchange adds up."""
 PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
-_EXPERTS_OF_MAP = 256  # most experts of a routing map that are read at a time
+_EXPERTS_OF_MAP = 128  # most experts of a routing map that are read at a time
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
