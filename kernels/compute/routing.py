@@ -35,6 +35,7 @@ from ..device.job import (
     first_local,
     has_other_nodes,
     is_local,
+    is_rank,
     my_node,
     node_of,
     num_experts,
@@ -80,6 +81,7 @@ from ..spec import ep_kernel
 from .map_slots import fill_slots
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
+_LOW_HALF = tl.constexpr(2**32 - 1)
 
 
 @triton.jit
@@ -111,6 +113,7 @@ class Counting(NamedTuple):
         BLOCK_T: tokens of a chunk.
         CLEARED: columns set to zero at a time.
         OTHERS: entries that each entry is compared with at a time.
+        RANKS: ranks, rounded up to a power of two, if they are few and on one node; else 0.
     """
 
     topk_idx_ptr: Any
@@ -120,6 +123,7 @@ class Counting(NamedTuple):
     BLOCK_T: tl.constexpr
     CLEARED: tl.constexpr
     OTHERS: tl.constexpr
+    RANKS: tl.constexpr
 
 
 @triton.jit
@@ -137,11 +141,11 @@ def count_chunk(job, counting, given, entries, num_chunks):
     raw = tl.load(counting.topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
     valid = (raw >= 0) & (raw < experts)
     bad = mask & (raw != -1) & (raw != experts) & (valid == 0)
-    first_bad = tl.min(tl.where(bad, offs, _NO_INDEX))
-    bad_id = tl.sum(tl.where(bad & (offs == first_bad), raw, 0))
-    bad_id = tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32)
-    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ENTRY), first_bad)
-    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ID), bad_id)
+    # One number for both, and one search: high half entries, low half their ids.
+    bad_id = tl.minimum(tl.maximum(raw, -_NO_INDEX), _NO_INDEX)
+    first_bad = tl.min(tl.where(bad, (offs.to(tl.int64) << 32) | (bad_id & _LOW_HALF), _NO_INDEX << 32))
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ENTRY), (first_bad >> 32).to(tl.int32))
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ID), first_bad.to(tl.int32))
 
     counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
     columns = tl.arange(0, counting.CLEARED)
@@ -152,15 +156,36 @@ def count_chunk(job, counting, given, entries, num_chunks):
 
     expert = tl.where(valid, raw, -1).to(tl.int32)
     owner = owner_of(job, tl.maximum(expert, 0))
-    node = node_of(job, owner)
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
     # Store groups, or -1, in place of the slots for now, so that each entry can be compared with all others.
     tl.store(entry_field(entries, DST_ROW) + offs, expert, mask=mask)
-    tl.store(entry_field(entries, STAGE_ROW) + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
-    tl.store(entry_field(entries, NODE_SLOT) + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
+    if counting.RANKS > 0:
+        of_rank, of_node = _slots_of_few(job, counts_ptr, owner, valid, counting.RANKS)
+    else:
+        of_rank = tl.where(_first_in_token(owner, valid), owner, -1)
+        node = node_of(job, owner)
+        of_node = tl.where(_first_in_token(node, valid), node, -1)
+    tl.store(entry_field(entries, STAGE_ROW) + offs, of_rank, mask=mask)
+    tl.store(entry_field(entries, NODE_SLOT) + offs, of_node, mask=mask)
     tl.debug_barrier()
     _rank_entries(job, counting, entries, counts_ptr)
+
+
+@triton.jit
+def _slots_of_few(job, counts_ptr, owner, valid, RANKS: tl.constexpr):
+    """Slots [BLOCK_T, KP] of entries among those of their rank and of the only node, -1 = none; stores their counts."""
+    rank = tl.arange(0, RANKS)
+    there = valid[:, :, None] & (owner[:, :, None] == rank[None, None, :])
+    goes = tl.max(there.to(tl.int32), axis=1)  # a token counts once per rank
+    earlier = tl.cumsum(goes, axis=0) - goes
+    of_rank = tl.sum(tl.where(there, earlier[:, None, :], 0), axis=2)
+    tl.store(rank_columns_of(job, counts_ptr) + rank, tl.sum(goes, axis=0), mask=is_rank(job, rank))
+    some = tl.max(valid.to(tl.int32), axis=1)
+    of_node = tl.broadcast_to((tl.cumsum(some, axis=0) - some)[:, None], valid.shape)
+    tl.store(node_columns_of(job, counts_ptr), tl.sum(some))
+    first = valid & (tl.cumsum(valid.to(tl.int32), axis=1) == 1)
+    return tl.where(_first_in_token(owner, valid), of_rank, -1), tl.where(first, of_node, -1)
 
 
 @triton.jit
@@ -177,7 +202,7 @@ def _rank_entries(
     counts_ptr,  # out: entries of each expert, rank and node that has any
 ):
     """For each entry of the chunk and each of its groups, count the earlier entries of the group; for each group, count
-    its entries. The groups take turns in one loop, because each waits for what it loads."""
+    its entries. The groups share a loop, because each waits for what it loads. Only the experts, if ranks are few."""
     KP: tl.constexpr = counting.KP
     N: tl.constexpr = counting.BLOCK_T * KP
     expert_ptr = entry_field(entries, DST_ROW)
@@ -189,27 +214,27 @@ def _rank_entries(
     mask = (token < entries.num_tokens) & (k < entries.TOPK)
     at = token * entries.TOPK + k
     expert = tl.load(expert_ptr + at, mask=mask, other=-1)
-    rank = tl.load(rank_ptr + at, mask=mask, other=-1)
-    node = tl.load(node_ptr + at, mask=mask, other=-1)
     of_expert = tl.zeros([counting.OTHERS, N], tl.int32)
-    of_rank = tl.zeros([counting.OTHERS, N], tl.int32)
-    of_node = tl.zeros([counting.OTHERS, N], tl.int32)
+    if counting.RANKS == 0:
+        rank = tl.load(rank_ptr + at, mask=mask, other=-1)
+        node = tl.load(node_ptr + at, mask=mask, other=-1)
+        of_rank = tl.zeros([counting.OTHERS, N], tl.int32)
+        of_node = tl.zeros([counting.OTHERS, N], tl.int32)
     for start in range(0, N, counting.OTHERS):
         other = start + tl.arange(0, counting.OTHERS)
         other_token, other_k = first_token + other // KP, other % KP
         is_other = (other_token < entries.num_tokens) & (other_k < entries.TOPK)
         there = other_token * entries.TOPK + other_k
-        experts = tl.load(expert_ptr + there, mask=is_other, other=-2)
-        ranks = tl.load(rank_ptr + there, mask=is_other, other=-2)
-        nodes = tl.load(node_ptr + there, mask=is_other, other=-2)
         earlier = other[:, None] < entry[None, :]
-        of_expert += _alike(experts, expert, earlier)
-        of_rank += _alike(ranks, rank, earlier)
-        of_node += _alike(nodes, node, earlier)
+        of_expert += _alike(tl.load(expert_ptr + there, mask=is_other, other=-2), expert, earlier)
+        if counting.RANKS == 0:
+            of_rank += _alike(tl.load(rank_ptr + there, mask=is_other, other=-2), rank, earlier)
+            of_node += _alike(tl.load(node_ptr + there, mask=is_other, other=-2), node, earlier)
     tl.debug_barrier()  # all threads have read the groups
     _store_ranked(expert_ptr + at, counts_ptr, expert, of_expert, mask)
-    _store_ranked(rank_ptr + at, rank_columns_of(job, counts_ptr), rank, of_rank, mask)
-    _store_ranked(node_ptr + at, node_columns_of(job, counts_ptr), node, of_node, mask)
+    if counting.RANKS == 0:
+        _store_ranked(rank_ptr + at, rank_columns_of(job, counts_ptr), rank, of_rank, mask)
+        _store_ranked(node_ptr + at, node_columns_of(job, counts_ptr), node, of_node, mask)
 
 
 @triton.jit
