@@ -3,11 +3,11 @@ node, and derives where every segment of rows starts.
 
 Protocol      0 count: the first programs, one for each chunk of tokens (compute/routing.py)
               1 scan: the next programs wait until all chunks are counted, then compute an exclusive prefix of the
-              counts over this rank's chunks; the totals are its splits row. The last of these programs to finish
+              counts over this rank's chunks; the totals are its row in `splits`. The last of these programs to finish
               goes on alone, while the programs of the highest numbers quantise the rows to send, if that is needed
               (device/payload.py):
               2 advance this rank's dispatch epoch
-              3 post my splits row, then my flag = epoch, to every rank (device/post.py)
+              3 post my splits row, then my flag = epoch, to every rank (device/post.py); keep a copy in `placement`
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank
               6 compare the host words: if ranks are in different calls, nothing more is sent (device/calls.py)
@@ -25,7 +25,8 @@ Progress      Programs of step 0 wait for nobody, and have lower numbers than pr
 Replay        The epoch lives on the device and only grows; the last program resets both counts of programs. A
               rank that has passed step 4 knows that every rank has finished its previous call (its kernels precede
               the post on its stream), so the pushes of this call may overwrite the staging buffers without a barrier.
-              A fast peer may post the next epoch while this rank still reads this one: hence the two halves.
+              A fast peer may post the next epoch while this rank still reads this one: hence the two halves. This
+              rank fills its row before step 3: the one of two calls ago, which all ranks have read.
 """
 
 from typing import Any, NamedTuple
@@ -116,13 +117,11 @@ def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.con
 
 @triton.jit
 def _clear(job, placement_ptr, BLOCK: tl.constexpr):
-    """Zero `placement` up to the tile table, except the splits row. Nothing else writes the gaps between parts."""
-    zero = tl.zeros([], tl.int32)
-    row = row_of(job, zero)
-    end = tiles_of(job, zero)
+    """Zero `placement` up to the tile table. Nothing else writes the gaps between parts."""
+    end = tiles_of(job, tl.zeros([], tl.int32))
     for start in range(0, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        tl.store(placement_ptr + offs, 0, mask=(offs < end) & ((offs < row) | (offs >= row + row_length_of(job))))
+        tl.store(placement_ptr + offs, 0, mask=offs < end)
 
 
 @triton.jit
@@ -151,17 +150,19 @@ def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOC
 
 
 @triton.jit
-def _exchange(job, row_ptr, sizes):
-    """Post this rank's row to all ranks and wait for their rows."""
-    row_length = row_length_of(job)
+def _next_row(job):
+    """Offset of this rank's row of this dispatch in the splits buffer, in words."""
     epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
-    my_row = ((epoch & 1) * job.num_ranks + job.rank) * row_length
-    splits_ptr = own_buffer(job, SPLITS, tl.int32)
-    for start in range(0, row_length, sizes.BLOCK):
-        offs = start + tl.arange(0, sizes.BLOCK)
-        words = tl.load(row_ptr + offs, mask=offs < row_length, other=0)
-        tl.store(splits_ptr + my_row + offs, words, mask=offs < row_length)
-    # Other threads read the row just stored, as the source of the posts; and all threads must have read the epoch.
+    return ((epoch & 1) * job.num_ranks + job.rank) * row_length_of(job)
+
+
+@triton.jit
+def _exchange(job, placement_ptr, sizes):
+    """Post this rank's row to all ranks and wait for their rows. Meanwhile copy the row to `placement`."""
+    row_length = row_length_of(job)
+    my_row = _next_row(job)
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
+    # All threads must have read the epoch.
     tl.debug_barrier()
     tl.store(state_at(job, EPOCH_DISPATCH), epoch)
     post_to_all(
@@ -176,6 +177,10 @@ def _exchange(job, row_ptr, sizes):
         sizes.LWP,
         sizes.BLOCK,
     )
+    for start in range(0, row_length, sizes.BLOCK):
+        offs = start + tl.arange(0, sizes.BLOCK)
+        words = tl.load(own_buffer(job, SPLITS, tl.int32) + my_row + offs, mask=offs < row_length, other=0)
+        tl.store(row_of(job, placement_ptr) + offs, words, mask=offs < row_length)
     sources = tl.arange(0, sizes.WP)
     flag_ptrs = own_buffer(job, SPLITS_FLAG, tl.int64) + sources
     wait_flags(job, flag_ptrs, is_rank(job, sources), epoch, WAIT_SPLITS)
@@ -398,7 +403,7 @@ def splits_kernel(
         return
     number = tl.program_id(0) - num_chunks
     chunks_ptr = counting.chunks_ptr
-    row_ptr = row_of(job, placement_ptr)
+    row_ptr = own_buffer(job, SPLITS, tl.int32) + _next_row(job)
     if number == 0:
         # Clear while others count.
         _clear(job, placement_ptr, sizes.BLOCK)
@@ -413,7 +418,7 @@ def splits_kernel(
     if last_to_arrive(job, packing.first_packing - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
         # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
-        _exchange(job, row_ptr, sizes)
+        _exchange(job, placement_ptr, sizes)
         epoch = tl.load(state_at(job, EPOCH_DISPATCH))
         row_length = row_length_of(job)
         splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length

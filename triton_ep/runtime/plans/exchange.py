@@ -29,7 +29,7 @@ from triton_ep.runtime.plans.shape import (
     step_chunks,
 )
 
-SPLITS_COLUMNS = 16
+SPLITS_COLUMNS = 8
 """Columns of counts that one program of the splits exchange adds up."""
 PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
