@@ -139,6 +139,12 @@ def count_chunk(job, counting, given, entries, num_chunks):
         fill_slots(given, ids_ptr, entries.num_tokens, experts, entries.TOPK, counting.KP, counting.BLOCK_T)
         tl.debug_barrier()  # other threads read the ids
     raw = tl.load(counting.topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
+    counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
+    columns = tl.arange(0, counting.CLEARED)
+    for start in range(0, num_columns, counting.CLEARED):
+        tl.store(counts_ptr + start + columns, 0, mask=start + columns < num_columns)
+    # Different threads store the zeros and, below, the counts to the same words.
+    tl.debug_barrier()
     valid = (raw >= 0) & (raw < experts)
     bad = mask & (raw != -1) & (raw != experts) & (valid == 0)
     # One number for both, and one search: high half entries, low half their ids.
@@ -146,13 +152,6 @@ def count_chunk(job, counting, given, entries, num_chunks):
     first_bad = tl.min(tl.where(bad, (offs.to(tl.int64) << 32) | (bad_id & _LOW_HALF), _NO_INDEX << 32))
     tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ENTRY), (first_bad >> 32).to(tl.int32))
     tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ID), first_bad.to(tl.int32))
-
-    counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
-    columns = tl.arange(0, counting.CLEARED)
-    for start in range(0, num_columns, counting.CLEARED):
-        tl.store(counts_ptr + start + columns, 0, mask=start + columns < num_columns)
-    # Different threads store the zeros and, below, the counts to the same words.
-    tl.debug_barrier()
 
     expert = tl.where(valid, raw, -1).to(tl.int32)
     owner = owner_of(job, tl.maximum(expert, 0))
@@ -335,16 +334,20 @@ def routing_slots_kernel(
     sizes: Sizes,
 ):
     num_chunks = tl.num_programs(0) - 1
+    dst_row_ptr = entry_field(entries, DST_ROW)
+    stage_row_ptr = entry_field(entries, STAGE_ROW)
+    node_slot_ptr = entry_field(entries, NODE_SLOT)
+    token, k, offs, mask = _entries(entries.num_tokens, entries.TOPK, sizes.KP, sizes.BLOCK_T)
+    # Loaded before it is known whether they are needed, so that one wait serves both.
+    expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
+    in_chunk = tl.load(dst_row_ptr + offs, mask=mask, other=0)
+    in_rank = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
+    in_node = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
     nothing = (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr)
     if tl.program_id(0) == num_chunks:
         _write_tiles(job, placement_ptr, nothing, sizes.EP)
     if nothing | (tl.program_id(0) == num_chunks):
         return
-    dst_row_ptr = entry_field(entries, DST_ROW)
-    stage_row_ptr = entry_field(entries, STAGE_ROW)
-    node_slot_ptr = entry_field(entries, NODE_SLOT)
-    token, k, offs, mask = _entries(entries.num_tokens, entries.TOPK, sizes.KP, sizes.BLOCK_T)
-    expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
     valid = expert >= 0
     owner = owner_of(job, tl.maximum(expert, 0))
     node = node_of(job, owner)
@@ -354,21 +357,18 @@ def routing_slots_kernel(
         position = tl.load(scatter.scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
         slot = position - tl.load(sort_bases_of(job, placement_ptr) + expert, mask=valid, other=0)
     else:
-        slot = tl.load(dst_row_ptr + offs, mask=valid, other=0)
-        slot += tl.load(prefix_ptr + expert, mask=valid, other=0)
+        slot = in_chunk + tl.load(prefix_ptr + expert, mask=valid, other=0)
     dst_row = slot + tl.load(bases_of(job, placement_ptr) + expert, mask=valid, other=0)
 
-    slot = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
-    first = slot >= 0
-    slot += tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
+    first = in_rank >= 0
+    slot = in_rank + tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
     if arrivals.in_place != 0:
         tl.store(arrivals.tokens_ptr + slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
     stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
     stage_row = tl.where(first, stage_row, -1)
 
-    slot = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
-    first_of_node = slot >= 0
-    slot += tl.load(node_columns_of(job, prefix_ptr) + node, mask=first_of_node, other=0)
+    first_of_node = in_node >= 0
+    slot = in_node + tl.load(node_columns_of(job, prefix_ptr) + node, mask=first_of_node, other=0)
 
     # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])

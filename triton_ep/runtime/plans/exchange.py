@@ -78,7 +78,7 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, 
         "BLOCK_T": ROUTING_TOKENS,
         "CLEARED": min(next_power_of_2(s.num_columns), 512),
         # A larger table of comparisons makes a longer program, and each instruction is fetched for a single use.
-        "OTHERS": ROUTING_TOKENS * s.kp if s.interpreted else min(ROUTING_TOKENS * s.kp, 16),
+        "OTHERS": ROUTING_TOKENS * s.kp if s.interpreted else max(min(2048 // (ROUTING_TOKENS * s.kp), 16), 1),
         "RANKS": ranks if s.num_nodes == 1 and s.kp * ranks <= _COUNTED_IN_A_TABLE else 0,
         "HAS_SCATTER": has_scatter,
         "NETWORK": s.network,
