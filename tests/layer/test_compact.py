@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.combinations import combinations
+from tests.layer.cases import layer_limit_s
 from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, PeerFailed, StaleHandleError
 from triton_ep.context.layout import Sizes
 from triton_ep.distributed import current_heap
@@ -58,6 +59,7 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, case: dict, **options) ->
         ranks_per_node,
         world_size,
         case.get("dtype", torch.bfloat16),
+        timeout_s=layer_limit_s(),
         **options,
     )
 

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.combinations import combinations
-from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, layer_limit_s, make_layer
 from tests.layer.origins import apply_experts_in_place, combine_excess, drawn_weights, row_experts
-from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.bench.origins import arrivals, coded_rows, first_difference
 from triton_ep.bench.routing import uniform_idx
@@ -45,7 +44,7 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, tokens: int, hidden: int,
         experts,
         ranks_per_node,
         nodes * ranks_per_node,
-        timeout_s=120.0 if current_heap().device.type == "cuda" else LIMIT_S,
+        timeout_s=layer_limit_s(),
         **kwargs,
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.layer.cases import layer_limit_s
 from triton_ep import ConfigError, EPAll2AllLayer, InputError
 from triton_ep.distributed import current_heap
 from triton_ep.errors import PeerFailed
@@ -56,7 +57,7 @@ def _pair(work: Workload, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
 def _layer(kind: Kind, rank: int, nodes: int, ranks_per_node: int, **options: Any) -> EPAll2AllLayer:
     world, options = nodes * ranks_per_node, {**kind.options, **options}
     sizes = (max(TOKENS), kind.hidden, TOPK, rank, EXPERTS * world, ranks_per_node, world)
-    return EPAll2AllLayer(dist.group.WORLD, *sizes, **options)
+    return EPAll2AllLayer(dist.group.WORLD, *sizes, timeout_s=layer_limit_s(), **options)
 
 
 def _equal(data: torch.Tensor, scale: torch.Tensor | None, expected: torch.Tensor, kind: Kind) -> None:
