@@ -157,7 +157,7 @@ def count_chunk(job, counting, given, entries, num_chunks):
     owner = owner_of(job, tl.maximum(expert, 0))
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
-    # Store groups, or -1, in place of the slots for now, so that each entry can be compared with all others.
+    # Store groups, or -1, in place of slots that are not known yet, so that each entry can be compared with all others.
     tl.store(entry_field(entries, DST_ROW) + offs, expert, mask=mask)
     if counting.RANKS > 0:
         of_rank, of_node = _slots_of_few(job, counts_ptr, owner, valid, counting.RANKS)

@@ -108,7 +108,7 @@ class DispatchCombineContext:
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self.no_floats = self.no_bytes.view(torch.float32)
-        self.no_map = {
+        self.no_map = {  # arguments about a routing map, where ids are given
             "map_ptr": self.no_bytes,
             "probs_ptr": self.no_floats,
             "weights_ptr": self.no_floats,
