@@ -35,7 +35,6 @@ from ..device.job import (
     first_local,
     has_other_nodes,
     is_local,
-    is_rank,
     my_node,
     node_of,
     num_experts,
@@ -113,7 +112,8 @@ class Counting(NamedTuple):
         BLOCK_T: tokens of a chunk.
         CLEARED: columns set to zero at a time.
         OTHERS: entries that each entry is compared with at a time.
-        RANKS: ranks, rounded up to a power of two, if they are few and on one node; else 0.
+        RANKS: ranks, rounded up, if they are few; else 0.
+        NODES: nodes, rounded up.
     """
 
     topk_idx_ptr: Any
@@ -124,6 +124,7 @@ class Counting(NamedTuple):
     CLEARED: tl.constexpr
     OTHERS: tl.constexpr
     RANKS: tl.constexpr
+    NODES: tl.constexpr
 
 
 @triton.jit
@@ -159,11 +160,12 @@ def count_chunk(job, counting, given, entries, num_chunks):
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
     # Store groups, or -1, in place of slots that are not known yet, so that each entry can be compared with all others.
     tl.store(entry_field(entries, DST_ROW) + offs, expert, mask=mask)
+    node = node_of(job, owner)
     if counting.RANKS > 0:
-        of_rank, of_node = _slots_of_few(job, counts_ptr, owner, valid, counting.RANKS)
+        of_rank = _slots_in_table(rank_columns_of(job, counts_ptr), owner, valid, job.num_ranks, counting.RANKS)
+        of_node = _slots_in_table(node_columns_of(job, counts_ptr), node, valid, num_nodes(job), counting.NODES)
     else:
         of_rank = tl.where(_first_in_token(owner, valid), owner, -1)
-        node = node_of(job, owner)
         of_node = tl.where(_first_in_token(node, valid), node, -1)
     tl.store(entry_field(entries, STAGE_ROW) + offs, of_rank, mask=mask)
     tl.store(entry_field(entries, NODE_SLOT) + offs, of_node, mask=mask)
@@ -172,19 +174,16 @@ def count_chunk(job, counting, given, entries, num_chunks):
 
 
 @triton.jit
-def _slots_of_few(job, counts_ptr, owner, valid, RANKS: tl.constexpr):
-    """Slots [BLOCK_T, KP] of entries among those of their rank and of the only node, -1 = none; stores their counts."""
-    rank = tl.arange(0, RANKS)
-    there = valid[:, :, None] & (owner[:, :, None] == rank[None, None, :])
-    goes = tl.max(there.to(tl.int32), axis=1)  # a token counts once per rank
+def _slots_in_table(columns_ptr, group, valid, num_groups, GROUPS: tl.constexpr):
+    """Slots [BLOCK_T, KP] of the first entries of tokens in their groups (ranks or nodes), -1 = not the first. Stores
+    the number of tokens of each group."""
+    number = tl.arange(0, GROUPS)
+    there = valid[:, :, None] & (group[:, :, None] == number[None, None, :])
+    goes = tl.max(there.to(tl.int32), axis=1)  # [BLOCK_T, GROUPS]
     earlier = tl.cumsum(goes, axis=0) - goes
-    of_rank = tl.sum(tl.where(there, earlier[:, None, :], 0), axis=2)
-    tl.store(rank_columns_of(job, counts_ptr) + rank, tl.sum(goes, axis=0), mask=is_rank(job, rank))
-    some = tl.max(valid.to(tl.int32), axis=1)
-    of_node = tl.broadcast_to((tl.cumsum(some, axis=0) - some)[:, None], valid.shape)
-    tl.store(node_columns_of(job, counts_ptr), tl.sum(some))
-    first = valid & (tl.cumsum(valid.to(tl.int32), axis=1) == 1)
-    return tl.where(_first_in_token(owner, valid), of_rank, -1), tl.where(first, of_node, -1)
+    slot = tl.sum(tl.where(there, earlier[:, None, :], 0), axis=2)
+    tl.store(columns_ptr + number, tl.sum(goes, axis=0), mask=number < num_groups)
+    return tl.where(_first_in_token(group, valid), slot, -1)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ import pytest
 
 from tests.combinations import combinations
 from tests.layer.cases import CASES, Case, check_case
+from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.shape import Shape
 
 TOPOLOGIES = ((1, 2), (2, 1), (2, 2))
 OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos mode would find nothing that it does not find in the three above
@@ -86,3 +88,18 @@ def test_eight_ranks(run_ranks, backend, nodes, ranks_per_node, name):
     """The same with eight ranks on one, two and four nodes."""
     (case,) = (case for case in CASES if case.name == name)
     run_ranks(check_case, nodes, ranks_per_node, replace(case, calls=1) if backend == "host" else case)
+
+
+def _without_tables(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "_COUNTED_IN_A_TABLE", 0)
+        assert exchange.splits(Shape(16, 32, case.topk, 8, 2, 2), False).constexprs["RANKS"] == 0
+        check_case(rank, nodes, ranks_per_node, case)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["many_tokens", "same_expert_twice", "all_dropped"])
+def test_many_ranks(run_ranks, nodes, ranks_per_node, name):
+    """Tokens of ranks and nodes are ranked like those of experts if there are many."""
+    run_ranks(_without_tables, nodes, ranks_per_node, next(case for case in CASES if case.name == name))
