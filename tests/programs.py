@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -63,7 +64,8 @@ class Program:
         from triton_ep.runtime.launch import INTERPRETING  # not at the top: a template imports this file
 
         self._outputs = [_shared_file(name) for name in ("stdout", "stderr")]
-        self._template = _get_template(os.getpid(), imported and INTERPRETING)
+        with _STARTING:
+            self._template = _get_template(os.getpid(), imported and INTERPRETING)
         words = [str(word) for word in argv]
         environment = dict(os.environ if env is None else env)
         self.pid, self._pidfd = self._template.fork((words, environment, str(cwd)), self._outputs)
@@ -147,9 +149,13 @@ def _text(fd: int) -> str:
 
 # --- the template -------------------------------------------------------------------------------------------
 
+_STARTING = threading.Lock()
+"""Two threads that ask for the first template get the same one."""
+
 
 class _Template:
     def __init__(self, imported: bool) -> None:
+        self._asking = threading.Lock()  # an answer names no question: threads ask in turn
         self.owner_pid = os.getpid()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -167,13 +173,16 @@ class _Template:
             )
 
     def fork(self, program: tuple[list[str], dict[str, str], str], fds: list[int]) -> tuple[int, int]:
-        socket.send_fds(self.control, [pickle.dumps(program)], fds)
-        message, pidfds, _, _ = socket.recv_fds(self.control, 1 << 16, 1)
+        with self._asking:
+            socket.send_fds(self.control, [pickle.dumps(program)], fds)
+            message, pidfds, _, _ = socket.recv_fds(self.control, 1 << 16, 1)
         return pickle.loads(message), pidfds[0]
 
     def reap(self, pid: int) -> int:
-        self.control.send(pickle.dumps(pid))
-        return pickle.loads(self.control.recv(1 << 16))
+        """The exit code of a program that has ended, or is about to."""
+        with self._asking:
+            self.control.send(pickle.dumps(pid))
+            return pickle.loads(self.control.recv(1 << 16))
 
     def stop(self) -> None:
         if self.owner_pid == os.getpid():

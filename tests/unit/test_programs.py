@@ -1,4 +1,6 @@
-"""Programs that tests start: all output of several processes of a program arrives."""
+"""Programs that tests start: all output of several processes arrives, also with programs started side by side."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.programs import run_program
 
@@ -23,3 +25,15 @@ def test_ranks_of_a_program_do_not_write_over_each_other() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (lines.count("0"), lines.count("1"), len(lines)) == (20000, 20000, 40000)
+
+
+def test_programs_of_several_threads_keep_their_own_ends() -> None:
+    """Each thread gets the output and the exit code of its own program, whichever program ends first."""
+
+    def end_of(number: int) -> tuple[str, int]:
+        code = f"import sys, time; time.sleep({number % 4} / 20); print({number}); sys.exit({number})"
+        done = run_program(["-c", code])
+        return done.stdout, done.returncode
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(end_of, range(24))) == [(f"{number}\n", number) for number in range(24)]
