@@ -94,6 +94,8 @@ class EPConfig:
         low_latency: fewer launches for few tokens; static, one node, at most 1024 tokens, 2048 experts, 32 ranks.
         shared_staging: received rows and the sums that combine publishes are staged in the same memory, one after the
             other; with `enable_local_combine` only.
+        copy_engines: copy engines send the rows of exact dispatches, all rows of a rank to each other rank, and of
+            their combines if rows are compact; one node, no static capacity, no shared staging.
         tuned: entry of a tuned table with kernel parameters for a GPU; None: the built-in ones. Does not set `num_sm`.
 
     Raises:
@@ -120,12 +122,13 @@ class EPConfig:
     tuned: TunedEntry | None = None
     sm_budget: int | None = None
     shared_staging: bool = False
+    copy_engines: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_POSITIVE, "rank"):
             least = 0 if name == "rank" else 1
             object.__setattr__(self, name, as_integer(f"EPConfig.{name}", getattr(self, name), least))
-        for name in ("enable_local_combine", "low_latency", "shared_staging"):
+        for name in ("enable_local_combine", "low_latency", "shared_staging", "copy_engines"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"EPConfig.{name} must be True or False, got {getattr(self, name)!r}.")
         if not 0 <= self.rank < self.world_size:
@@ -173,6 +176,12 @@ class EPConfig:
             raise ConfigError(
                 "shared_staging=True needs enable_local_combine=True and low_latency=False: other layers stage rows "
                 f"elsewhere, or many more. Got {self.enable_local_combine} and {self.low_latency}."
+            )
+        if self.copy_engines and not (self.is_intra_node and self.recv_capacity is None and not self.shared_staging):
+            raise ConfigError(
+                "copy_engines=True needs all ranks on one node, capacity=None and shared_staging=False: a host starts "
+                "copies once it has read that all ranks have begun the call. Got local_world_size "
+                f"{self.local_world_size} of {self.world_size}, {self.recv_capacity} and {self.shared_staging}."
             )
         limit_s = self.timeout_s
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:

@@ -86,6 +86,9 @@ class EPAll2AllLayer:
             `num_sm` to this number, or to half of it with several nodes. Not with `low_latency`. None: no budget.
         shared_staging: dispatch and combine stage rows in the same memory, one after the other, which saves up to half
             of the layer's symmetric memory. Needs `enable_local_combine`; calls cannot have `return_recv_hook` then.
+        copy_engines: in calls whose counts the host reads, copy engines send the rows, not multiprocessors. A dispatch
+            sends all rows of a rank to every other rank; a combine sends compact rows, if no other combine came
+            between; other combines run as without. One node, capacity=None, no `shared_staging`; no `return_recv_hook`.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), the same on all ranks; needs num_sm=None.
         timeout_s: bound of every wait, in seconds.
 
@@ -118,6 +121,7 @@ class EPAll2AllLayer:
         low_latency: bool = False,
         sm_budget: int | None = None,
         shared_staging: bool = False,
+        copy_engines: bool = False,
         tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
         aot: str | None = None,
@@ -134,16 +138,9 @@ class EPAll2AllLayer:
             rank = torch.distributed.get_rank(ep_group) if rank is None else rank
             world_size = group_size if world_size is None else world_size
             local_world_size = ranks_per_node(ep_group) if local_world_size is None else local_world_size
+        sizes = (max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size, dtype, weight_dtype)
         config = EPConfig(
-            max_tokens=max_tokens,
-            hidden=hidden,
-            topk=topk,
-            num_experts=num_tot_experts,
-            rank=rank,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            token_dtype=dtype,
-            weight_dtype=weight_dtype,
+            *sizes,
             alignment=alignment,
             recv_capacity=capacity,
             num_sm=tuned.num_sm if tuned is not None else 1 if num_sm is None else num_sm,
@@ -154,6 +151,7 @@ class EPAll2AllLayer:
             tuned=tuned,
             sm_budget=sm_budget,
             shared_staging=shared_staging,
+            copy_engines=copy_engines,
         )
         join_group(ep_group)
         choice: Choice | None = None

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import push_meta
+from ..device.arrivals import push_meta, push_sources
 from ..device.buffers import STAGE_X, STATUS, address_of
 from ..device.host_read import is_held
 from ..device.job import (
@@ -288,6 +288,7 @@ class ArrivalRows(NamedTuple):
         in_place: as in OwnRows (device/arrivals.py).
         row_bytes: bytes of a row on the wire.
         stage_capacity: staging rows of a rank.
+        BY_TOKEN: copy engines send the rows, so owners are told where they put them (device/arrivals.py).
     """
 
     push_addrs_ptr: Any
@@ -295,6 +296,7 @@ class ArrivalRows(NamedTuple):
     in_place: Any
     row_bytes: Any
     stage_capacity: Any
+    BY_TOKEN: tl.constexpr
 
 
 class Sizes(NamedTuple):
@@ -391,6 +393,8 @@ def routing_slots_kernel(
     if routed.HAS_WEIGHTS:
         weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
     push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
+    if arrivals.BY_TOKEN:
+        push_sources(job, owner, stage_row, token, here)
     fits = here & (stage_row < arrivals.stage_capacity)
     # Of [N, LW] numbers, those of my node have the place of the owner's rank.
     sum_row = stage_row + tl.load(sums_from_of(job, placement_ptr) + owner, mask=here, other=0)

@@ -10,6 +10,10 @@ of its counterpart on each other node in the same way. The high 32 bits of the f
 created, STEPS per call. The low 32 bits say how far the steps reach in the receiver's staging rows of that source: the
 number of rows (own tokens), or the row past the last one (other nodes' tokens). In the second dispatch, after step 3
 of 8 and 40 rows, the flag is (8 + 3) << 32 | 40; after the last step it is (8 + 8) << 32 | ALL_ROWS.
+
+If copy engines send the rows (`BY_TOKEN`), they send all rows of a rank as they are: `stage_x` holds the row of token t
+of rank r as number r * max_tokens + t, and `stage_source` [W * max_tokens] int32 says for each staging row which
+number that is. There is one step and one flag.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, buffer_ptrs, own_buffer, table_ptrs
+from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_SOURCE, STAGE_X, buffer_ptrs, own_buffer, table_ptrs
 from .groups import pick
 from .job import first_local, is_local, local_rank, my_node, num_nodes, rank_of, state_at
 from .tables import REPORT_ARRIVALS_HERE, STEPS, first_arrivals_of, report_ptrs
@@ -105,6 +109,7 @@ class Arrivals(NamedTuple):
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least both numbers.
         LWP: ranks of a node, rounded up to a power of two.
+        BY_TOKEN: copy engines sent the rows; `stage_source` says where each staging row lies.
     """
 
     num_senders: Any
@@ -112,6 +117,7 @@ class Arrivals(NamedTuple):
     SOURCES: tl.constexpr
     SENDERS: tl.constexpr
     LWP: tl.constexpr
+    BY_TOKEN: tl.constexpr
 
 
 @triton.jit
@@ -182,19 +188,52 @@ def bytes_of_rows(job, own):
 
 
 @triton.jit
-def rows_from_there(own, row, item, here):
-    """Numbers [ROWS] of rows, as `bytes_of_rows` counts them. row: staging rows of an item; here: rows wanted."""
+def stage_sources(job):
+    """Pointer to stage_source, for `rows_from_there`; loaded before a loop, and not at all unless BY_TOKEN."""
+    return own_buffer(job, STAGE_SOURCE, tl.int32)
+
+
+@triton.jit
+def push_sources(
+    job,
+    owner,  # [n, KP] ranks
+    arrival,  # [n, KP] staging rows
+    token,  # [n, KP] tokens of this rank
+    here,  # [n, KP] true at a token's first entry for each rank of this node
+):
+    """For each entry where `here`, store stage_source at its owner: where copy engines put the row of the token."""
+    addrs = tl.load(table_ptrs(job, STAGE_SOURCE, owner), mask=here, other=0)
+    dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
+    tl.store(dest + arrival, tl.broadcast_to(job.rank * job.max_tokens + token, arrival.shape), mask=here)
+
+
+@triton.jit
+def rows_from_there(arrivals, own, lies_ptr, row, item, here):
+    """Numbers [ROWS] of rows, as `bytes_of_rows` counts them. lies_ptr: stage_source. row: staging rows of an item;
+    here: rows wanted."""
     if own is None:
-        return row
+        return _staged_at(arrivals, lies_ptr, row, here)
     else:
         ROWS: tl.constexpr = row.shape[0]
         return tl.load(own.tokens_ptr + item * ROWS + tl.arange(0, ROWS), mask=here, other=0)
 
 
 @triton.jit
-def own_row(own, item, here):
-    """Number of the row of one item, as `bytes_of_rows` counts the rows of `own`."""
-    return tl.load(own.tokens_ptr + item, mask=here, other=0)
+def row_from_there(arrivals, own, lies_ptr, row, item, here):
+    """`rows_from_there` of an item of one row."""
+    if own is None:
+        return _staged_at(arrivals, lies_ptr, row, here)
+    else:
+        return tl.load(own.tokens_ptr + item, mask=here, other=0)
+
+
+@triton.jit
+def _staged_at(arrivals, lies_ptr, row, here):
+    """Where staging rows lie in stage_x."""
+    if arrivals.BY_TOKEN:
+        return tl.load(lies_ptr + row, mask=here, other=0)
+    else:
+        return row
 
 
 @triton.jit

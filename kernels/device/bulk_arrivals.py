@@ -7,7 +7,7 @@ output rows of its assignments, or to the output row of its own number.
 import triton
 import triton.language as tl
 
-from .arrivals import bytes_of_rows, own_row, place_of
+from .arrivals import bytes_of_rows, place_of, row_from_there, stage_sources
 from .buffers import STAGE_META, own_buffer
 from .bulk import LANES, await_row, begin_rows, end_row, load_row, store_row, wait_left
 from .groups import my_first
@@ -15,12 +15,12 @@ from .payload import MX, WORDS, wire_of
 
 
 @triton.jit
-def _row_of(job, arrived, n, LWP: tl.constexpr, own, row_limit, rows_ptr, row_bytes):
+def _row_of(job, arrived, n, arrivals, own, row_limit, rows_ptr, lies_ptr, row_bytes):
     """Item n of this program: its staging row, whether that arrived, and the address of the row. own: as below."""
     item = my_first(arrived.first, 0) + n * tl.num_programs(0)
-    row, end = place_of(job, arrived, item, 1, LWP)
+    row, end = place_of(job, arrived, item, 1, arrivals.LWP)
     here = row < tl.minimum(end, row_limit)
-    at = row if own is None else own_row(own, item, here)
+    at = row_from_there(arrivals, own, lies_ptr, row, item, here)
     return row, here, rows_ptr + at.to(tl.int64) * row_bytes
 
 
@@ -29,7 +29,7 @@ def copy_arrived(
     job,
     out,  # Output
     arrived,  # ArrivedRows, in tiles of one row
-    LWP: tl.constexpr,
+    arrivals,  # Arrivals
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     row_limit,  # staging rows from this one on are left out
     choices,  # Choices; None: each row goes to the output row of its number
@@ -41,6 +41,7 @@ def copy_arrived(
     DATA: tl.constexpr = 32 * ring.SCALE_BYTES if HAS_SCALES else ring.ROW_BYTES
     wire = wire_of(out.row_words, out.recv_x_ptr.dtype.element_ty, MX if HAS_SCALES else WORDS)
     rows_ptr = bytes_of_rows(job, own).to(tl.int64)
+    lies_ptr = stage_sources(job)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     lanes = tl.arange(0, LANES)
     count = tl.cdiv(tl.maximum(arrived.end - my_first(arrived.first, 0), 0), tl.num_programs(0))
@@ -49,7 +50,9 @@ def copy_arrived(
     for n in range(count + ring.SLOTS - 1):
         number = n - (ring.SLOTS - 1)
         if number >= 0:
-            row, here, source = _row_of(job, arrived, number, LWP, own, row_limit, rows_ptr, wire.row_bytes)
+            row, here, source = _row_of(
+                job, arrived, number, arrivals, own, row_limit, rows_ptr, lies_ptr, wire.row_bytes
+            )
             if choices is None:
                 dst = tl.where(here & (lanes == 0), row, -1)
             else:
@@ -64,6 +67,6 @@ def copy_arrived(
                 store_row(ring, base, number, source, source, False, to, DATA, ring.SCALE_BYTES, False)
             end_row()
         if n < count:
-            _, here, source = _row_of(job, arrived, n, LWP, own, row_limit, rows_ptr, wire.row_bytes)
+            _, here, source = _row_of(job, arrived, n, arrivals, own, row_limit, rows_ptr, lies_ptr, wire.row_bytes)
             wait_left(1)
             load_row(ring, base, n, source, source, False, here)

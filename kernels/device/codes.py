@@ -90,7 +90,8 @@ LL_COMBINE_FLAG = 23
 LL_WEIGHTS = 24
 LL_ROW_FLAG = 25
 ENTERED_FLAG = 26
-NUM_BUFFERS = 27
+STAGE_SOURCE = 27
+NUM_BUFFERS = 28
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
 # triton_ep.context.records.Report, whose fields have the same order.

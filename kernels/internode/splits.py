@@ -217,12 +217,12 @@ def _report(
     owner,  # [OWNERS] ranks
     rows,  # [OWNERS] their output rows
     earlier_sums,  # [WP] for the tokens of each rank, the first row of these ranks' sums at the rank that adds them
-    WP: tl.constexpr,
+    sizes,
 ):
     """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns [WP] how many
     sums of each rank's tokens these ranks compute for ranks of this node."""
     row_length = row_length_of(job)
-    source = tl.arange(0, WP)
+    source = tl.arange(0, sizes.WP)
     is_owner = is_rank(job, owner)
     mask = is_rank(job, source)[:, None] & is_owner[None, :]
     tokens_ptrs = rank_columns_of(job, splits_ptr + source[:, None] * row_length) + owner[None, :]
@@ -236,6 +236,8 @@ def _report(
     # Where the sums of a source's tokens lie at the rank that adds them, less where the tokens are staged.
     of_node = tl.where(on_my_node(job, owner)[None, :], tokens, 0)
     ends = earlier_sums[:, None] + tl.cumsum(of_node, axis=1)
+    if sizes.SUMS_APART:
+        ends = (owner * job.max_tokens)[None, :] + of_node
     shift = ends - of_node - (tl.cumsum(tokens, axis=0) - tokens)
     sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
     tl.store(sums_to_of(job, placement_ptr) + source, sums_to, mask=from_source)
@@ -308,7 +310,7 @@ def _place_segments(
         overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    return tl.sum(of_owner), _report(job, splits_ptr, placement_ptr, owner, rows, earlier_sums, sizes.WP)
+    return tl.sum(of_owner), _report(job, splits_ptr, placement_ptr, owner, rows, earlier_sums, sizes)
 
 
 class Call(NamedTuple):
@@ -350,6 +352,8 @@ class Sizes(NamedTuple):
         EP: local experts.
         OWNERS: ranks whose experts are placed at a time.
         BLOCK_N, BLOCK_C, BLOCK: chunks, columns of the counts, and words read at a time.
+        SUMS_APART: with one node, the sums of each rank have max_tokens rows in a combine buffer, used or not, so that
+            hosts know where they begin (copy engines).
     """
 
     NETWORK: tl.constexpr
@@ -360,6 +364,7 @@ class Sizes(NamedTuple):
     BLOCK_N: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK: tl.constexpr
+    SUMS_APART: tl.constexpr
 
 
 @ep_kernel(

@@ -35,6 +35,7 @@ from ..device.arrivals import (
     place_of,
     rows_from_there,
     sources_of,
+    stage_sources,
     wait_arrivals,
 )
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
@@ -147,7 +148,7 @@ def _receive_rows(
     job,
     out,
     arrived,  # ArrivedRows
-    LWP: tl.constexpr,
+    arrivals,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     row_limit,
     HAS_SCALES: tl.constexpr,
@@ -156,15 +157,16 @@ def _receive_rows(
 ):
     """Copy this program's share of some rows. Shares depend on position, as in the expand kernel."""
     if tile.SLOTS > 0:
-        copy_arrived(job, out, arrived, LWP, own, row_limit, None, tile, base)
+        copy_arrived(job, out, arrived, arrivals, own, row_limit, None, tile, base)
     else:
         source_ptr = bytes_of_rows(job, own)
+        lies_ptr = stage_sources(job)
         first = my_first(arrived.first, 0)
         for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
-            first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
+            first_row, end = place_of(job, arrived, number, tile.ROWS, arrivals.LWP)
             row = first_row + tl.arange(0, tile.ROWS)
             alive = row < tl.minimum(end, row_limit)
-            at = rows_from_there(own, row, number, alive)
+            at = rows_from_there(arrivals, own, lies_ptr, row, number, alive)
             _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
 
 
@@ -237,7 +239,7 @@ def compact_rows_kernel(
     LWP: tl.constexpr = arrivals.LWP
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, LWP)
-        _receive_rows(job, out, news, LWP, own, row_limit, parts.HAS_SCALES, tile, base)
+        _receive_rows(job, out, news, arrivals, own, row_limit, parts.HAS_SCALES, tile, base)
         _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
@@ -248,7 +250,7 @@ def compact_rows_kernel(
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
-                _receive_rows(job, out, news, LWP, None, row_limit, parts.HAS_SCALES, tile, base)
+                _receive_rows(job, out, news, arrivals, None, row_limit, parts.HAS_SCALES, tile, base)
                 _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
                 done = ready
     close_ring(tile)

@@ -47,6 +47,7 @@ from ..device.arrivals import (
     release_arrivals,
     rows_from_there,
     sources_of,
+    stage_sources,
     wait_arrivals,
 )
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
@@ -255,6 +256,17 @@ def dispatch_push_kernel(
         release_arrivals(job, reached, counts, my_node(job), senders)
 
 
+@ep_kernel(num_warps=1)
+def dispatch_copied_kernel(
+    placement_ptr,  # device/tables.py
+    job: Job,
+    senders: Senders,
+):
+    if (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0):
+        all_rows = tl.full([senders.LWP], ALL_ROWS, tl.int32)
+        release_arrivals(job, STEPS, all_rows, my_node(job), senders)
+
+
 @triton.jit
 def _copy_tiles(
     out,
@@ -326,7 +338,7 @@ def _expand_rows(
     job,
     out,
     arrived,  # ArrivedRows
-    LWP: tl.constexpr,
+    arrivals,
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     stage_capacity,
     landing,
@@ -338,19 +350,20 @@ def _expand_rows(
     Shares depend on position, not on progress: programs may see a source at different steps.
     """
     source_ptr = bytes_of_rows(job, own)
+    lies_ptr = stage_sources(job)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
     CONVERTED: tl.constexpr = landing.LANDING == LANDING_ROW or landing.LANDING == LANDING_BF16
     first = my_first(arrived.first, 0)
     for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
-        first_row, end = place_of(job, arrived, number, tile.ROWS, LWP)
+        first_row, end = place_of(job, arrived, number, tile.ROWS, arrivals.LWP)
         row = first_row + tl.arange(0, tile.ROWS)
         alive = row < end
         meta = row.to(tl.int64) * (2 * choices.KP)
         # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
-        at = rows_from_there(own, row, number, here)
+        at = rows_from_there(arrivals, own, lies_ptr, row, number, here)
         mask = alive[:, None] & (ks < choices.TOPK)
         copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
         # Load all numbers first: after the stores of one row, the next load would wait for memory each time. Columns of
@@ -438,13 +451,13 @@ def _complete_rows(
 
 
 @triton.jit
-def _lay_out(job, out, arrived, LWP: tl.constexpr, own, stage_capacity, landing, choices, tile, base):
+def _lay_out(job, out, arrived, arrivals, own, stage_capacity, landing, choices, tile, base):
     """Lay out this program's share of some rows, in bulk or through registers. base: ring."""
     if tile.SLOTS > 0:
-        copy_arrived(job, out, arrived, LWP, own, stage_capacity, choices, tile, base)
-        _complete_rows(job, out, arrived, LWP, stage_capacity, landing, choices, tile.SCALE_BYTES)
+        copy_arrived(job, out, arrived, arrivals, own, stage_capacity, choices, tile, base)
+        _complete_rows(job, out, arrived, arrivals.LWP, stage_capacity, landing, choices, tile.SCALE_BYTES)
     else:
-        _expand_rows(job, out, arrived, LWP, own, stage_capacity, landing, choices, tile)
+        _expand_rows(job, out, arrived, arrivals, own, stage_capacity, landing, choices, tile)
 
 
 @triton.jit
@@ -518,7 +531,7 @@ def dispatch_expand_kernel(
     LWP: tl.constexpr = arrivals.LWP
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, LWP)
-        _lay_out(job, out, news, LWP, own, room.stage_capacity, landing, choices, tile, base)
+        _lay_out(job, out, news, arrivals, own, room.stage_capacity, landing, choices, tile, base)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
@@ -528,6 +541,6 @@ def dispatch_expand_kernel(
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
-                _lay_out(job, out, news, LWP, None, room.stage_capacity, landing, choices, tile, base)
+                _lay_out(job, out, news, arrivals, None, room.stage_capacity, landing, choices, tile, base)
                 done = ready
     close_ring(tile)

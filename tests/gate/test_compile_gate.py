@@ -48,12 +48,14 @@ SPILLS = {
     ("internode_forward_kernel", "BLOCK_H=1024"): 224,
     ("gate_up_kernel", "OUT=1"): 224,
     ("combine_reduce_kernel", "ROWS=2"): 96,
+    ("combine_reduce_kernel", "AT_ONCE=2"): 96,
     ("combine_pull_kernel", "LWP=8"): 128,
 }
 """Kernels that spill with some tiles, and their limits: MXFP8 rows of 4096, MXFP8 rows that cross nodes, MXFP8 rows
 that are copied with their scales by programs that watch the flags of 8 ranks, and rows of 4096 that a combine sums,
 whose tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100 after the loop over a sum, if
-an activation is quantised; sums that watch the flags of 8 ranks, with Triton 3.7 but not 3.6."""
+an activation is quantised; sums that watch the flags of 8 ranks, with Triton 3.7 but not 3.6; weighted sums within a
+budget, which load two rows at a time in programs of four warps, and were slower otherwise."""
 
 SHARED_LIMIT = 227 * 1024
 """Most bytes of shared memory of a program, on both architectures."""

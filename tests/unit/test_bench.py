@@ -43,6 +43,7 @@ HEADER = (
 )
 TINY = ["--ranks", "2", "--tokens", "6", "--hidden", "32", "--topk", "2", "--experts", "4", "--commit", "abc1234"]
 TINY += ["--iters", "2", "--warmup", "0"]
+BESIDE = ["dispatch_beside", "combine_beside", "roundtrip_beside"]
 
 
 def _run(*words: str, heap: str | None = None) -> str:
@@ -189,7 +190,8 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
             ["roundtrip", "--provider", "nccl_dedup", "--payload", "bf16,mxfp8"],
             ["dispatch", "combine", "roundtrip"] * 2,
         ),
-        (["beside-gemm", "--sm-budget", "2", "--capacity", "static"], ["dispatch_beside", "combine_beside"] * 2),
+        (["beside-gemm", "--sm-budget", "2", "--capacity", "static"], BESIDE * 2),
+        (["beside-gemm", "--copy-engines", "--provider", COMPACT], BESIDE),
         (["host", "--stages", "--provider", "triton_ep"], ["dispatch_host", "combine_host"]),
         (["host", "--low-latency"], ["dispatch_host", "combine_host"] * 2),
         (["dispatch", "--sm-budget", "1", "--provider", "triton_ep"], ["dispatch"]),
@@ -197,7 +199,7 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
         (["barrier"], ["barrier"] * 2),
         (["quantise"], ["quantise"]),
     ],
-    ids=lambda value: value[0],
+    ids=lambda value: value[0] if value[0] != "beside-gemm" else "-".join(value[:2]),
 )
 def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops: list[str]) -> None:
     """Each command checks and times the ops of its name."""
@@ -233,7 +235,7 @@ def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Setti
         ),
         ("low-latency --hidden 128 --payload bf16,mxfp8", ["ll-slabs", "ll-slabs-fp8"]),
         ("dispatch --payload mxfp8", [""]),
-        ("beside-gemm", ["exact-sm20-unpermuted"] * 2),
+        ("beside-gemm", ["exact-sm20-unpermuted"] * 3),
         pytest.param("host", ["exact-sm20-unpermuted"] * 2, marks=pytest.mark.on_gpus),
     ],
 )
@@ -256,7 +258,8 @@ def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes:
             "roundtrip --hidden 128 --payload mxfp8 --capacity static",
             ["interpreted-static-sm20-unpermuted-quantised-before-fp8"] * 3,
         ),
-        ("beside-gemm --capacity static", ["interpreted-static-sm20-unpermuted"] * 2),
+        ("beside-gemm --capacity static", ["interpreted-static-sm20-unpermuted"] * 3),
+        ("roundtrip --copy-engines", ["interpreted-exact-sm20-engines-unpermuted"] * 3),
         ("dispatch --payload mxfp8 --hidden 96", [""]),
     ],
 )

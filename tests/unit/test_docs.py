@@ -194,7 +194,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
     page = (ROOT / "docs/concepts/layout.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| \[(.+)\] (\w+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert [row[0] for row in rows] == [buffer.name for buffer in BUFFERS]
-    for local_world_size in (2, 4):
+    for local_world_size, low_latency, copy_engines in ((2, False, False), (4, True, False), (4, False, True)):
         config = EPConfig(
             max_tokens=21,
             hidden=52,
@@ -204,8 +204,9 @@ def test_buffer_table_is_that_of_the_source() -> None:
             world_size=4,
             local_world_size=local_world_size,
             enable_local_combine=local_world_size == 2,
-            recv_capacity=91,
-            low_latency=local_world_size == 4,
+            recv_capacity=None if copy_engines else 91,
+            low_latency=low_latency,
+            copy_engines=copy_engines,
         )
         sizes = Sizes(config, arrival_rows=77, output_rows=91)
         letters = {
@@ -227,6 +228,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "P": sizes.shape.max_programs,
             "D": sizes.shape.senders,
             "S": sizes.shape.row_length,
+            "J": 4 * 21 if copy_engines else 0,
             "X": 0 if config.is_intra_node else config.num_nodes * 21,
             "Z": sizes.partial_stride,
         }

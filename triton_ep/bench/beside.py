@@ -21,7 +21,7 @@ from triton_ep.bench.timing import Call, over_ranks
 
 
 def measure_beside(job: Job, case: Case) -> dict[str, Measured]:
-    """Check the provider of a case, then time its dispatch and its combine concurrently with products; collective.
+    """Check the provider of a case, then time its calls concurrently with products; collective.
 
     Raises:
         WrongResult: a check failed.
@@ -38,7 +38,8 @@ def measure_beside(job: Job, case: Case) -> dict[str, Measured]:
             return lambda number: call(number % len(job.idxs))
 
         each = time(_only(_products(job, PRODUCTS_BESIDE))) / PRODUCTS_BESIDE
-        for op, name in (("dispatch_beside", "dispatch"), ("combine_beside", "combine")):
+        for op in job.settings.ops:
+            name = op.removesuffix("_beside")
             number = max(math.ceil(2 * time(one(calls[name])) / each), PRODUCTS_BESIDE) if on_gpu else PRODUCTS_BESIDE
             products = _products(job, number)
             alone = time(_only(products))

@@ -146,6 +146,7 @@ class Job:
             self.num_ranks,
             num_sm=None if tuned is not None or case.num_sm == TUNED else max(case.num_sm, 1),
             sm_budget=s.sm_budget,
+            copy_engines=s.copy_engines,
             tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,

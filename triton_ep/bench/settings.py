@@ -51,7 +51,7 @@ _OPS = {
     "combine": ("combine",),
     "roundtrip": ("dispatch", "combine", "roundtrip"),
     "low-latency": ("low_latency",),
-    "beside-gemm": ("dispatch_beside", "combine_beside"),
+    "beside-gemm": ("dispatch_beside", "combine_beside", "roundtrip_beside"),
     "host": ("dispatch_host", "combine_host"),
     "barrier": ("barrier",),
     "quantise": ("quantise",),
@@ -91,6 +91,7 @@ class Settings:
         precisions: precisions of products of MXFP8 rows in `moe-layer`.
         few_tokens: `host` measures a low-latency layer.
         sm_budget: budget of the layer; None: no budget.
+        copy_engines: copy engines send the rows of the layer.
         decode: `moe-layer` measures a forward pass of few tokens over a low-latency exchange.
         csv, plot, timeline: files to write; None: none.
     """
@@ -123,6 +124,7 @@ class Settings:
     timeline: str | None
     few_tokens: bool = False
     sm_budget: int | None = None
+    copy_engines: bool = False
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -205,6 +207,10 @@ class Settings:
             raise ConfigError("several --capacity are for moe-layer; choose exact or static.")
         if COMPACT in self.providers and (self.low_latency or not self.routed):
             raise ConfigError(f"{COMPACT} sends rows as dispatch_compact does; {self.command} has no such rows.")
+        if self.copy_engines and self.capacities != ("exact",):
+            raise ConfigError(
+                "--copy-engines needs --capacity exact: the host starts the copies when it has read counts."
+            )
         if self.low_latency and self.capacities != ("static",):
             raise ConfigError("low latency needs --capacity static.")
         if self.decode and (self.backward or self.refresh_weights):
@@ -254,6 +260,7 @@ class Settings:
                     enable_local_combine=self.local_combine,
                     payload="mxfp8" if case.payload == "mxfp8" else None,
                     low_latency=self.low_latency,
+                    copy_engines=self.copy_engines,
                 )
             except ConfigError as error:
                 raise ConfigError(
@@ -286,6 +293,7 @@ class Case:
         if self.provider == "deep_ep":
             return self._deep_ep_mode()
         budget = [] if s.sm_budget is None else [f"budget{s.sm_budget}"]
+        budget += ["engines"] if s.copy_engines else []
         programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
         if self.provider == COMPACT:
             fp8 = ["quantised-before", "fp8"] if self.payload == "mxfp8" else []

@@ -39,7 +39,7 @@ _EXAMPLES = {
     "low-latency": ("triton-ep bench low-latency --tokens 16,128 --payload bf16,mxfp8",),
     "beside-gemm": (
         "triton-ep bench beside-gemm --sm-budget 24 --capacity static --enable-local-combine",
-        "triton-ep bench beside-gemm --provider triton_ep,deep_ep --num-sm 20,24",
+        "triton-ep bench beside-gemm --provider triton_ep_compact,deep_ep --num-sm 24 --sm-budget 24 --copy-engines",
     ),
     "host": ("triton-ep bench host", "triton-ep bench host --capacity static --provider triton_ep --stages"),
     "barrier": ("triton-ep bench barrier --ranks 4",),
@@ -104,6 +104,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name in _BUDGETED:
         text = "multiprocessors for the layer's whole exchange (default: no budget)"
         group.add_argument("--sm-budget", help=text, **number)
+        text = "copy engines send the rows; needs --capacity exact"
+        group.add_argument("--copy-engines", action="store_true", help=text)
     text = "exact, static, or both" if moe else "default exact; static for low-latency"
     group.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
     align = 1 if name == "low-latency" else 128
@@ -223,6 +225,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         refresh_weights=command == "moe-layer" and a.refresh_weights,
         few_tokens=few_tokens,
         sm_budget=getattr(a, "sm_budget", None),
+        copy_engines=getattr(a, "copy_engines", False),
         precisions=bench.parse_list(a.precision, "--precision", bench.PRECISIONS)
         if command == "moe-layer"
         else bench.PRECISIONS[:1],

@@ -55,6 +55,8 @@ class EPAllToAllLayoutDesc:
         host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None if the host has not: with a
             capacity, after `dispatch_again`, or with compact rows. Not part of the pytree.
         host_num_rows: W numbers, the `num_recv_rows` of every rank; None, and no part of the pytree, like the last.
+        host_arrivals: W numbers, `arrivals_from_rank` as the host of a layer with `copy_engines` has read it; None, and
+            no part of the pytree, if it has not.
     """
 
     num_dispatch_token_cur_rank: int
@@ -72,6 +74,7 @@ class EPAllToAllLayoutDesc:
     compact: bool = False
     host_expert_offsets: tuple[int, ...] | None = None
     host_num_rows: tuple[int, ...] | None = None
+    host_arrivals: tuple[int, ...] | None = None
 
     # Views, created on access: a descriptor that goes straight into combine creates none. A low-latency dispatch leaves
     # out what its combine does not need; those properties are None.

@@ -366,12 +366,22 @@ BUFFERS: tuple[Buffer, ...] = (
         "combine enter",
         _EPOCH,
     ),
+    Buffer(
+        "stage_source",
+        lambda s: (s.config.world_size * s.config.max_tokens if s.config.copy_engines else 0,),
+        _fixed(torch.int32),
+        "routing slots of the ranks of this node",
+        "dispatch expand",
+        _SPLITS,
+    ),
 )
 
 
 def rows_of_sums(config: EPConfig) -> int:
     """Most rows of a combine buffer for sums: of all tokens of one rank of each node, one per rank of this node that a
-    token goes to."""
+    token goes to; with copy engines as many for each rank as it may have at most."""
+    if config.copy_engines:
+        return config.world_size * config.max_tokens
     return config.num_nodes * min(config.topk, config.local_world_size) * config.max_tokens
 
 
@@ -391,6 +401,8 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
     else:
         output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
         arrivals = min(worst, output)
+        if config.copy_engines:  # which send more rows than arrive, and sums to places of their own
+            output, arrivals = max(output, worst), worst
     return sizes_of(config, arrivals, output)
 
 

@@ -76,6 +76,7 @@ class Landing(ABC, Generic[Received]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
+        by_engines: bool = False,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
 
@@ -140,9 +141,10 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
+        by_engines: bool = False,
     ) -> None:
         """Wait, and copy each row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, own, side)
+        dispatch_ops.receive(ctx, fmt, received, placement, own, side, by_engines)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -225,9 +227,10 @@ class Deduplicated(Landing[compact_ops.Compact]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
+        by_engines: bool = False,
     ) -> None:
         """Wait, and copy each row to the output as it is."""
-        compact_ops.receive(ctx, fmt, received, placement, own, side)
+        compact_ops.receive(ctx, fmt, received, placement, own, side, by_engines)
 
 
 SentExpertMajor: TypeAlias = Sent[dispatch_ops.Received]

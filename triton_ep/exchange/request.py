@@ -88,12 +88,14 @@ class Arrivals:
         host_counts: the counts of the landing, as the host has read them; None: the host has read none, and fewer rows
             may arrive.
         host_rows: expert-major rows of every rank, as the host has read them; None like the last.
+        host_arrivals: staging rows here of the tokens of every rank, of a layer with copy engines; None like the last.
     """
 
     num_rows: int
     num_staged: int
     host_counts: tuple[int, ...] | None
     host_rows: tuple[int, ...] | None = None
+    host_arrivals: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -1,9 +1,10 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
 A dispatch: count · exchange splits, quantise · place · send · push · forward · read back, raise, grow · land. If
-buffers must grow, place, send, push and forward have done nothing and are launched again. Every dispatch of a layer is
-one `Request` passed to `dispatch`, with a `Landing` for the layout of the received rows. Low-latency layers use
-`dispatch_low_latency`, which sends rows first and counts afterwards.
+buffers must grow, place, send, push and forward have done nothing and are launched again. Where copy engines send the
+rows, they do so in place of the push, after read back. Every dispatch of a layer is one `Request` passed to `dispatch`,
+with a `Landing` for the layout of the received rows. Low-latency layers use `dispatch_low_latency`, which sends rows
+first and counts afterwards.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from triton_ep.kernels.device.codes import (
 )
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import compact as compact_ops
+from triton_ep.ops import copy_engines
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
@@ -65,17 +67,23 @@ def dispatch(
         checks.check_not_captured(ctx.is_capturing)
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
-    rows, whole = dispatch_ops.to_send(ctx, request.rows)
+    by_engines = ctx.config.copy_engines and reads and not request.others_know
+    fmt = ctx.rows.own if request.rows.scale is None else ctx.rows.scaled
+    rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows, by_engines)
     routing, placement = preprocess(ctx, request, rows, landing, reads)
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
-    fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
     # Rows that the caller lays out later may have changed until then.
     in_place = whole and not (split or ctx.stages_all)
     given = rows.data.view(torch.uint8) if in_place else ctx.no_bytes
     own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
-    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
+    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward, by_engines)
+    if by_engines:
+        made = flight.copy_and_receive()
+        if not split:
+            ctx.poll_status()
+        return made
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = flight.send()
     ahead = flight.receive_ahead(side) if reads and not split and not request.refused else None
@@ -109,6 +117,7 @@ class Flight(Generic[Received]):
         rows: in wire form. own: those of them that stay here. fmt: their format.
         routing, placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
+        by_engines: copy engines send the rows.
     """
 
     ctx: DispatchCombineContext
@@ -121,6 +130,7 @@ class Flight(Generic[Received]):
     routing: routing_ops.Routing
     placement: torch.Tensor
     forward: torch.Tensor | None
+    by_engines: bool = False
 
     def send(self) -> torch.cuda.Stream | None:
         """Place and send the rows, and forward those of other nodes unless the receiving half is the caller's.
@@ -141,6 +151,18 @@ class Flight(Generic[Received]):
             ctx.crossing.join()
         return side
 
+    def copy_and_receive(self) -> Sent[Received]:
+        """Place the rows, read the counts, let copy engines send the rows, and receive them."""
+        ctx, fmt, scatter = self.ctx, self.fmt, self.request.scatter
+        place = partial(routing_ops.place, ctx, fmt, self.routing, self.placement, scatter, self.own, True)
+        place()
+        arrivals, grown = init_output_buffer(ctx, self.request, self.landing, self.placement)
+        if grown:
+            release_held(ctx, self.placement)
+            place()
+        copy_engines.send(ctx, fmt, self.rows, self.own, self.placement)
+        return self.receive(arrivals, None)
+
     def forward_rows(self) -> None:
         """Push rows that other nodes send on to the ranks of this node."""
         if self.forward is not None:
@@ -154,13 +176,13 @@ class Flight(Generic[Received]):
         received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
         if self.split:
             return self.sent(arrivals, received, partial(self.receive_later, received))
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, side, self.by_engines)
         return self.sent(arrivals, received)
 
     def receive_later(self, received: Received) -> None:
         """The receiving half of a split dispatch."""
         self.forward_rows()
-        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None)
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None, self.by_engines)
 
     def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
@@ -213,6 +235,7 @@ class Flight(Generic[Received]):
             compact=deduplicated,
             host_expert_offsets=None if deduplicated else arrivals.host_counts,
             host_num_rows=None if deduplicated else arrivals.host_rows,
+            host_arrivals=arrivals.host_arrivals,
         )
         return Sent(received, desc, arrivals.host_counts, receive or _no_more)
 
@@ -238,7 +261,8 @@ def preprocess(
     word = _host_word(ctx, request, landing.deduplicated, routing.weights is not None)
     routed = None if request.routed is None else request.routed.placement
     room = landing.limits(ctx.sizes) if reads else None
-    unpacked = None if rows is request.rows else (request.rows.data, rows.data)
+    quantises = ctx.config.payload is not None and request.rows.scale is None
+    unpacked = (request.rows.data, rows.data) if quantises else None
     return routing, routing_ops.exchange_splits(
         ctx, routing, word, bad_scatter, routed, room, request.needed_tokens, unpacked
     )
@@ -277,9 +301,11 @@ def init_output_buffer(
         ctx.unread = placement
         return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None), False
     checks.raise_for_ranks(cfg, reports)
+    ctx.calls.settled = True
     grown = ctx.grow(*landing.room(cfg, reports))
     counts, rows = tuple(words[first : first + count]), tuple([report.rows for report in reports])
-    return Arrivals(landing.num_rows(own), own.arrivals, counts, rows), grown
+    here = tuple([report.arrivals_here for report in reports]) if cfg.copy_engines else None
+    return Arrivals(landing.num_rows(own), own.arrivals, counts, rows, here), grown
 
 
 def known_arrivals(ctx: DispatchCombineContext, request: Request, placement: torch.Tensor) -> Arrivals:

@@ -46,6 +46,7 @@ class SymmTensor:
         addrs: [n] int64 on the heap's device, n = members of the group: address at which THIS rank loads from and
             stores to the copy of member m; 0 = not reachable by peer access.
         net_addrs: [n] int64 on the heap's device: address that a put function takes for member m's copy.
+        addresses: `addrs`, as the host has them.
         nbytes: size of each copy.
         offset: position of the copy in this rank's arena, in bytes.
     """
@@ -53,6 +54,7 @@ class SymmTensor:
     local: torch.Tensor
     addrs: torch.Tensor
     net_addrs: torch.Tensor
+    addresses: tuple[int, ...]
     nbytes: int
     offset: int
 
@@ -156,10 +158,12 @@ class SymmetricHeap(ABC):
         local = self._zeroed(offset, nbytes)
         # Once a member returns, it may store to the others, so all zero-fills must be done before.
         self.gather(None, group, "the end of an allocation", layer)
+        addresses = self._addresses(members, offsets)
         return SymmTensor(
             local=local[: count * dtype.itemsize].view(dtype).view(list(shape)),
-            addrs=self._table(self._addresses(members, offsets)),
+            addrs=self._table(addresses),
             net_addrs=self._table(self._net_addresses(members, offsets)),
+            addresses=tuple(addresses),
             nbytes=nbytes,
             offset=offset,
         )

@@ -55,6 +55,7 @@ def keeps_arrivals(config: EPConfig) -> bool:
     """
     rows = config.max_tokens * config.topk if config.recv_capacity is None else config.recv_capacity
     fits = config.enable_local_combine and not config.low_latency and config.payload is None
+    fits = fits and not config.copy_engines  # which stage rows in another order
     return fits and config.token_dtype == torch.bfloat16 and _COPIES * config.world_size * config.max_tokens <= rows
 
 

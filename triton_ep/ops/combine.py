@@ -13,8 +13,9 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
+from triton_ep.ops import copy_engines
 from triton_ep.ops.dispatch import fork_network
-from triton_ep.ops.tuning import as_words, combining_programs, sends_aside
+from triton_ep.ops.tuning import as_words, combining_programs, sends_aside, summing_programs
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
@@ -99,7 +100,7 @@ def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAll
 
     Returns False if the side stream does not read the rows: the caller must then wait for the end of the combine.
     """
-    if not _plan(ctx, fmt, desc, False).overlapped:
+    if ctx.calls.copied or not _plan(ctx, fmt, desc, False).overlapped:
         return False
     ctx.wait_joined()
     return True
@@ -133,6 +134,7 @@ class _Plan(NamedTuple):
         num_steps: steps in which rows are published.
         turns: steps in which tokens are summed.
         overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.
+        by_engines: copy engines send the rows. Each rank decides that for itself.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
@@ -141,6 +143,7 @@ class _Plan(NamedTuple):
     num_steps: int
     turns: int
     overlapped: bool
+    by_engines: bool
     call: int
 
 
@@ -155,15 +158,16 @@ def _plan(
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
-    kind = (has_weights, copies, gathered)
+    by_engines = ctx.config.copy_engines and copy_engines.sends_compact(ctx, fmt, desc, has_weights or of_slots)
+    kind = (has_weights, copies, gathered, by_engines)
     grids: tuple[int, int, int, int, bool] | None = fmt.grids.get(kind)
     if grids is None:
         grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
-    return _Plan(*grids, call)
+    return _Plan(*grids, by_engines, call)
 
 
 def _grids(
-    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool
+    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool, by_engines: bool
 ) -> tuple[int, int, int, int, bool]:
     """The `_Plan` of a combine of such rows, without its call; copies: most rows per token to sum before publishing, 0:
     publish rows as is."""
@@ -178,6 +182,8 @@ def _grids(
     turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
     # With several nodes, the first half of the steps has the rows whose sums cross the network.
     num_steps = turns if ctx.config.is_intra_node else max(turns, 2)
+    if by_engines:  # all rows arrive before the first is added
+        return publishing, summing_programs(ctx.config, ctx.device, publisher.declared, puller.declared), 1, 1, False
     return publishing, pulling, num_steps, turns, overlapped
 
 
@@ -236,6 +242,7 @@ def _publish(
     that are read, `y` or a copy.
     """
     ctx.calls.check_combine(desc.dispatch_number)
+    ctx.calls.copied, ctx.calls.settled = plan.by_engines, False
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
@@ -249,6 +256,10 @@ def _publish(
         if lent or ctx.config.shared_staging:
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
+        if plan.by_engines:
+            copy_engines.send_compact(ctx, fmt, y, desc)
+            _tell_published(ctx, desc, plan)
+            return y
         side = ctx.fork() if aside else None
         _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
             plan.programs,
@@ -268,8 +279,7 @@ def _publish(
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
-        publisher = ctx.launcher(("publish",), exchange.publish)
-        publisher.launch(plan.programs, placement_ptr=desc.placement, call=plan.call)
+        _tell_published(ctx, desc, plan)
         return y
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
@@ -283,6 +293,12 @@ def _publish(
         call=plan.call,
     )
     return y
+
+
+def _tell_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, plan: _Plan) -> None:
+    """Tell all ranks that the rows of this combine are in place."""
+    launcher = ctx.launcher(("publish",), exchange.publish)
+    launcher.launch(plan.programs, placement_ptr=desc.placement, call=plan.call)
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:

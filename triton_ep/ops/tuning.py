@@ -212,6 +212,15 @@ def sums_here(multiprocessors: int, send: Program, pull: Program) -> int:
     return max(min(multiprocessors, most // _LAYERS), 1)
 
 
+def summing_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program) -> int:
+    """Programs that sum rows that have all arrived; arguments as of `combining_programs`."""
+    if INTERPRETING:
+        return exchange_programs(config.num_sm)
+    if config.sm_budget is None:
+        return sums_here(multiprocessors(device), publish, pull)
+    return max(in_budget(min(config.sm_budget, multiprocessors(device)), pull), 1)
+
+
 def budgeted_combine(
     budget: int, publish: Program, pull: Program, overlapped: bool, only_sends: bool = False
 ) -> Combining:

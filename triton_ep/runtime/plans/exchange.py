@@ -89,17 +89,19 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, 
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
         "PACKED_BLOCKS": PACKED_BLOCKS if packs else 0,
+        "SUMS_APART": s.copy_engines,
         **(of_map(s, *given) if given else {"BLOCK_E": 0, "HAS_PROBS": False, "COUNT_EXCESS": False}),
         **s.common("TOPK", "KP", "WP", "LWP"),
     }
     return Plan("splits_kernel", constexprs)
 
 
-def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
-    """Compute the rows of this rank's entries at their owners."""
+def place(s: Shape, has_weights: bool, has_scatter: bool, by_token: bool = False) -> Plan:
+    """Compute the rows of this rank's entries at their owners. by_token: copy engines will send the rows."""
     constexprs = {
         "HAS_SCATTER": has_scatter,
         "HAS_WEIGHTS": has_weights,
+        "BY_TOKEN": by_token,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
         **s.common("TOPK", "KP", "LWP", "NNP"),
@@ -179,6 +181,11 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False, aligned: 
     return Plan("dispatch_push_kernel", constexprs | tile | NO_RING | rows, **options, side_by_side=s.copies_ahead)
 
 
+def copied(s: Shape) -> Plan:
+    """Report that copy engines have sent the rows."""
+    return Plan("dispatch_copied_kernel", s.common("LWP", "SENDERS"))
+
+
 def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
     """Send rows to other nodes."""
     constexprs = {
@@ -204,13 +211,16 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
     return Plan("internode_forward_kernel", constexprs)
 
 
-def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
+def expand(
+    s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int, by_token: bool = False
+) -> Plan:
     """Lay out arrived rows expert by expert, converted as `landing` says (kernels/device/codes.py).
 
     keep_copies: record the output rows of each staging row, which combine needs in some layers. row_words: words of an
-    output row.
+    output row. by_token: copy engines sent the rows.
     """
     constexprs = {
+        "BY_TOKEN": by_token,
         "LANDING": landing,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,

@@ -76,6 +76,7 @@ class Shape:
         tuned: (kernel, rows, warps) of the tuned entry.
         interpreted: for the interpreter.
         budgeted: the layer has a budget of multiprocessors.
+        copy_engines: copy engines send the rows of calls in which the host reads counts.
     """
 
     max_tokens: int
@@ -94,6 +95,7 @@ class Shape:
     tuned: tuple[tuple[str, int, int], ...] = ()
     interpreted: bool = False
     budgeted: bool = False
+    copy_engines: bool = False
 
     @property
     def experts_per_rank(self) -> int:

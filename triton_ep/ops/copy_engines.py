@@ -1,0 +1,80 @@
+"""Rows that copy engines send within a node (`copy_engines`), instead of the kernels that push or publish them.
+
+The host starts the copies, so they cannot wait for another rank, nor be held back by a kernel that finds an error. It
+starts them only when it has read the counts of a dispatch. These come from the splits exchange, in which every rank
+takes part after its previous calls: no rank reads the memory any more into which rows are copied.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
+from triton_ep.context.overlap import current_stream
+from triton_ep.context.rows import RowFormat
+from triton_ep.ops.routing import OwnRows
+from triton_ep.runtime.copies import copy_bytes
+from triton_ep.runtime.plans import exchange
+
+FLAGS = 1
+"""Arrival flags of a rank whose rows copy engines send."""
+
+
+def packed(fmt: RowFormat, x: Rows) -> Rows:
+    """Rows [T, wire bytes] uint8 as they travel, in one piece, of rows with or without scales."""
+    if x.scale is None:
+        return Rows(x.data.contiguous())
+    data, scale = x.data.view(torch.uint8), x.scale
+    rows = torch.empty(data.shape[0], fmt.wire_bytes, dtype=torch.uint8, device=data.device)
+    rows[:, : fmt.hidden] = data
+    rows[:, fmt.hidden : fmt.hidden + scale.shape[1]] = scale
+    return Rows(rows)
+
+
+def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows, placement: torch.Tensor) -> None:
+    """Copy all rows of this rank to the staging buffers of the others, and tell them; to its own one, too, unless its
+    rows are laid out from where they are.
+
+    rows: from `packed`.
+    """
+    cfg = ctx.config
+    nbytes, source, stream = rows.data.shape[0] * fmt.wire_bytes, rows.data.data_ptr(), _stream(ctx)
+    for rank in _targets(cfg.rank, cfg.world_size, own.in_place):
+        dest = ctx.memory.address_at("stage_x", rank) + cfg.rank * cfg.max_tokens * fmt.wire_bytes
+        copy_bytes(dest, source, nbytes, stream)
+    ctx.launcher(("copied",), exchange.copied, fmt=fmt).launch(1, placement_ptr=placement, num_flags=FLAGS)
+
+
+def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, changed: bool) -> bool:
+    """Whether copy engines can send the rows of a combine: compact rows of the layer, as they are, of which the host
+    knows how many there are for each rank, as long as no other combine has begun since the host has read counts.
+
+    changed: the rows are multiplied by weights, or spread over slots.
+    """
+    known = desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own
+    return known and not changed and ctx.calls.settled and not ctx.calls.lent
+
+
+def send_compact(ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
+    """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are."""
+    assert desc.host_arrivals is not None, "`sends_compact` has checked it"
+    cfg, counts, row_bytes, stream = ctx.config, desc.host_arrivals, fmt.payload_bytes, _stream(ctx)
+    ends = list(accumulate(counts))
+    for rank in _targets(cfg.rank, cfg.world_size, False):
+        dest = ctx.memory.address_at("dispatch_output_buf", rank) + cfg.rank * cfg.max_tokens * row_bytes
+        source = y.data_ptr() + (ends[rank] - counts[rank]) * row_bytes
+        copy_bytes(dest, source, counts[rank] * row_bytes, stream)
+
+
+def _targets(rank: int, num_ranks: int, without_own: int | bool) -> list[int]:
+    """The ranks after this one, so that all send to different ones at a time; last this one."""
+    others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
+    return others if without_own else [*others, rank]
+
+
+def _stream(ctx: DispatchCombineContext) -> int | None:
+    return int(current_stream().cuda_stream) if ctx.device.type == "cuda" else None
