@@ -14,7 +14,8 @@ Layout        device/tables.py. A *column* is an expert, a rank or a node, in th
               at the first k that goes there; this decides de-duplication.
               push_addrs [T, K] int64: addresses of the token's staging rows on this node; 0 = none.
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
-              (-1 = none), then their weights as float32 bits.
+              (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
+              engines send the rows: where they lie.
 Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
               starts after this kernel, cover its stores to stage_meta.
 Progress      No program waits.

@@ -11,7 +11,8 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               with another source on each rank; with several nodes, rows of other nodes come first, then rows of this
               one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
-              (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3)
+              (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3; or copy engines
+              do step 2, where the host knows that step 1 has nothing to wait for)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next

@@ -34,7 +34,7 @@ def test_a_gpu_copies_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         driver.noted_launch(noted)
         assert noted[2] == stream
         copies.copy_bytes(0, 0, 0, 13)  # nothing is asked of the driver
-        with pytest.raises(LaunchError, match="copy of 5 bytes .* CUDA error 700"):
+        with pytest.raises(LaunchError, match=r"copy of 5 bytes .* CUDA error 700"):
             copies.copy_bytes(dest.data_ptr(), source.data_ptr(), 5, 13)
     finally:
         copies._driver.cache_clear()

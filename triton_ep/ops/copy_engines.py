@@ -56,7 +56,8 @@ def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllL
     changed: the rows are multiplied by weights, or spread over slots.
     """
     known = desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own
-    return known and not changed and ctx.calls.settled and not ctx.calls.lent
+    # Replays of a graph would copy whatever the host has read.
+    return known and not changed and ctx.calls.settled and not (ctx.calls.lent or ctx.is_capturing)
 
 
 def send_compact(ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
