@@ -6,7 +6,7 @@ Protocol      1 push, in steps of consecutive tokens: store x[token] at its addr
               rank sends to itself may have no address
               2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node;
               with fewer programs than flags, further ones, too
-              (copy engines may do step 1, with all rows of a rank, whoever gets them; then `dispatch_copied_kernel` does
+              (copy engines may do step 1, with all rows of a rank, whoever gets them; dispatch_copied_kernel then does
               step 2, once, and stage_source of the destinations says where the rows lie: device/arrivals.py)
               3 expand: lay out the own rows from where the caller has them, unless they are pushed, too (OwnRows in
               device/arrivals.py); then wait until all programs of all local ranks have finished the next step; after
@@ -25,7 +25,7 @@ Memory order  2 is one system-scope release per program and step, after a block 
               bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs). Rows may be copied in bulk
               (device/bulk.py): each thread that started such stores waits for their end before 2, and a fence lets the
               loads of 4 see what 3 acquired.
-              Copies precede `dispatch_copied_kernel` on its stream, so its release covers them.
+              Copies precede dispatch_copied_kernel on its stream, so its release covers them.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
