@@ -84,9 +84,19 @@ def test_a_layer_takes_what_estimate_bytes_says(
     run_ranks(_check_heap, nodes, ranks_per_node, options)
 
 
-def test_a_low_latency_layer_takes_what_estimate_bytes_says(run_ranks: Any) -> None:
-    """The estimate is right for the buffers of the low-latency path, too."""
-    run_ranks(_check_heap, 1, 2, {"low_latency": True, "capacity": 240})
+@pytest.mark.parametrize(
+    "options", [{"low_latency": True, "capacity": 240}, {"copy_engines": True}], ids=["low_latency", "copy_engines"]
+)
+def test_a_layer_of_one_node_takes_what_estimate_bytes_says(run_ranks: Any, options: dict[str, Any]) -> None:
+    """The estimate is right for the buffers of the low-latency path and of copy engines, too."""
+    run_ranks(_check_heap, 1, 2, options)
+
+
+def test_copy_engines_have_room_for_all_rows() -> None:
+    """Staging rows for every token of every rank; no layer grows them."""
+    told = _report("--copy-engines", "--tokens", "128", "--alignment", "1")
+    assert told.buffers["stage_x"] == 8 * 128 * 7168 * 2
+    assert told.buffers["stage_source"] == 8 * 128 * 4 and _report().buffers["stage_source"] == 0
 
 
 def test_the_heap_suggested_holds_one_exchange() -> None:

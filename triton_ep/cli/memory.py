@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-staging", action="store_true", help="as in exchanges of triton_ep.nn; needs --enable-local-combine"
     )
+    parser.add_argument("--copy-engines", action="store_true", help="copy engines send the rows; exact, one node")
     parser.add_argument(
         "--low-latency", action="store_true", help="an exchange for decoding; --tokens is 128 by default"
     )
@@ -117,6 +118,7 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
         payload=None if arguments.payload == "bf16" else arguments.payload,
         enable_local_combine=arguments.enable_local_combine,
         shared_staging=arguments.shared_staging,
+        copy_engines=arguments.copy_engines,
         low_latency=arguments.low_latency,
     )
 
