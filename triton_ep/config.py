@@ -94,8 +94,8 @@ class EPConfig:
         low_latency: fewer launches for few tokens; static, one node, at most 1024 tokens, 2048 experts, 32 ranks.
         shared_staging: received rows and the sums that combine publishes are staged in the same memory, one after the
             other; with `enable_local_combine` only.
-        copy_engines: copy engines send the rows of exact dispatches, all rows of a rank to each other rank, and of
-            their combines if rows are compact; one node, no static capacity, no shared staging.
+        copy_engines: copy engines send the rows of dispatches, all rows of a rank to each other rank, and those of
+            combines of compact rows whose counts the host has read; one node, no low latency, no shared staging.
         tuned: entry of a tuned table with kernel parameters for a GPU; None: the built-in ones. Does not set `num_sm`.
 
     Raises:
@@ -177,11 +177,11 @@ class EPConfig:
                 "shared_staging=True needs enable_local_combine=True and low_latency=False: other layers stage rows "
                 f"elsewhere, or many more. Got {self.enable_local_combine} and {self.low_latency}."
             )
-        if self.copy_engines and not (self.is_intra_node and self.recv_capacity is None and not self.shared_staging):
+        if self.copy_engines and (not self.is_intra_node or self.low_latency or self.shared_staging):
             raise ConfigError(
-                "copy_engines=True needs all ranks on one node, capacity=None and shared_staging=False: a host starts "
-                "copies once it has read that all ranks have begun the call. Got local_world_size "
-                f"{self.local_world_size} of {self.world_size}, {self.recv_capacity} and {self.shared_staging}."
+                "copy_engines=True needs all ranks on one node, low_latency=False and shared_staging=False. Got "
+                f"local_world_size {self.local_world_size} of {self.world_size}, {self.low_latency} and "
+                f"{self.shared_staging}."
             )
         limit_s = self.timeout_s
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:

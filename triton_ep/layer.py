@@ -86,9 +86,8 @@ class EPAll2AllLayer:
             `num_sm` to this number, or to half of it with several nodes. Not with `low_latency`. None: no budget.
         shared_staging: dispatch and combine stage rows in the same memory, one after the other, which saves up to half
             of the layer's symmetric memory. Needs `enable_local_combine`; calls cannot have `return_recv_hook` then.
-        copy_engines: in calls whose counts the host reads, copy engines send the rows, not multiprocessors. A dispatch
-            sends all rows of a rank to every other rank; a combine sends compact rows, if no other combine came
-            between; other combines run as without. One node, capacity=None, no `shared_staging`; no `return_recv_hook`.
+        copy_engines: copy engines send the rows of a dispatch, not multiprocessors: all rows of a rank to every other
+            rank; and compact rows of a combine if the host has read their counts. One node, no `shared_staging`.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), the same on all ranks; needs num_sm=None.
         timeout_s: bound of every wait, in seconds.
 

@@ -44,6 +44,7 @@ from ..device.job import (
     owner_of,
     state_at,
 )
+from ..device.overruns import post_overrun
 from ..device.payload import Weights
 from ..device.pull import compact_position
 from ..device.tables import (
@@ -289,7 +290,7 @@ class ArrivalRows(NamedTuple):
         in_place: as in OwnRows (device/arrivals.py).
         row_bytes: bytes of a row on the wire.
         stage_capacity: staging rows of a rank.
-        BY_TOKEN: copy engines send the rows, so owners are told where they put them (device/arrivals.py).
+        ENGINES: copy engines send the rows, so owners are told where they put them (device/arrivals.py).
     """
 
     push_addrs_ptr: Any
@@ -297,7 +298,7 @@ class ArrivalRows(NamedTuple):
     in_place: Any
     row_bytes: Any
     stage_capacity: Any
-    BY_TOKEN: tl.constexpr
+    ENGINES: tl.constexpr
 
 
 class Sizes(NamedTuple):
@@ -345,9 +346,13 @@ def routing_slots_kernel(
     in_chunk = tl.load(dst_row_ptr + offs, mask=mask, other=0)
     in_rank = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
     in_node = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
-    nothing = (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr)
+    failed = tl.load(state_at(job, STATUS)) != 0
+    nothing = failed | is_held(job, placement_ptr)
     if tl.program_id(0) == num_chunks:
         _write_tiles(job, placement_ptr, nothing, sizes.EP)
+        if arrivals.ENGINES:
+            if failed:  # the copies that follow cannot be held back
+                post_overrun(job, sizes.LWP)
     if nothing | (tl.program_id(0) == num_chunks):
         return
     valid = expert >= 0
@@ -394,7 +399,7 @@ def routing_slots_kernel(
     if routed.HAS_WEIGHTS:
         weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
     push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
-    if arrivals.BY_TOKEN:
+    if arrivals.ENGINES:
         push_sources(job, owner, stage_row, token, here)
     fits = here & (stage_row < arrivals.stage_capacity)
     # Of [N, LW] numbers, those of my node have the place of the owner's rank.

@@ -11,7 +11,7 @@ created, STEPS per call. The low 32 bits say how far the steps reach in the rece
 number of rows (own tokens), or the row past the last one (other nodes' tokens). In the second dispatch, after step 3
 of 8 and 40 rows, the flag is (8 + 3) << 32 | 40; after the last step it is (8 + 8) << 32 | ALL_ROWS.
 
-If copy engines send the rows (`BY_TOKEN`), they send all rows of a rank as they are: `stage_x` holds the row of token t
+If copy engines send the rows (`ENGINES`), they send all rows of a rank as they are: `stage_x` holds the row of token t
 of rank r as number r * max_tokens + t, and `stage_source` [W * max_tokens] int32 says for each staging row which
 number that is. There is one step and one flag.
 """
@@ -109,7 +109,7 @@ class Arrivals(NamedTuple):
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least both numbers.
         LWP: ranks of a node, rounded up to a power of two.
-        BY_TOKEN: copy engines sent the rows; `stage_source` says where each staging row lies.
+        ENGINES: copy engines send the rows; `stage_source` says where each staging row lies.
     """
 
     num_senders: Any
@@ -117,7 +117,7 @@ class Arrivals(NamedTuple):
     SOURCES: tl.constexpr
     SENDERS: tl.constexpr
     LWP: tl.constexpr
-    BY_TOKEN: tl.constexpr
+    ENGINES: tl.constexpr
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def bytes_of_rows(job, own):
 
 @triton.jit
 def stage_sources(job):
-    """Pointer to stage_source, for `rows_from_there`; loaded before a loop, and not at all unless BY_TOKEN."""
+    """Pointer to stage_source, for `rows_from_there`; loaded before a loop, and not at all unless ENGINES."""
     return own_buffer(job, STAGE_SOURCE, tl.int32)
 
 
@@ -230,7 +230,7 @@ def row_from_there(arrivals, own, lies_ptr, row, item, here):
 @triton.jit
 def _staged_at(arrivals, lies_ptr, row, here):
     """Where staging rows lie in stage_x."""
-    if arrivals.BY_TOKEN:
+    if arrivals.ENGINES:
         return tl.load(lies_ptr + row, mask=here, other=0)
     else:
         return row

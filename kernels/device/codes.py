@@ -91,7 +91,8 @@ LL_WEIGHTS = 24
 LL_ROW_FLAG = 25
 ENTERED_FLAG = 26
 STAGE_SOURCE = 27
-NUM_BUFFERS = 28
+OVERRUN_FLAG = 28
+NUM_BUFFERS = 29
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
 # triton_ep.context.records.Report, whose fields have the same order.
@@ -270,3 +271,6 @@ CALLS_LL_COMBINE = 14
 # A wait for signals of the caller's kernel on this GPU, not for another rank.
 WAIT_SIGNALS = 15
 WAIT_COMBINE_ENTERED = 16
+
+# overruns.py: copy engines of the rank in the record's second word may have overwritten rows that were still read.
+OVERRUN = 17

@@ -15,6 +15,7 @@ from . import codes
 from .buffers import DONE_FLAG, EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
 from .calls import CALLS_COMBINE, report_calls
 from .job import first_local, has_other_nodes, is_local, local_rank, state_at
+from .overruns import report_overruns
 from .post import post_flag
 from .tables import PARTS, STEPS, parts_staged
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, last_to_arrive, release_flags, wait_tagged
@@ -121,14 +122,16 @@ def tags_of_rows(seen, used, before, ROWS: tl.constexpr):
 
 
 @triton.jit
-def end_combine(job, network, LWP: tl.constexpr):
+def end_combine(job, network, LWP: tl.constexpr, ENGINES: tl.constexpr):
     """End a combine: every program calls it when it has read its last staged row. The last one counts the combine and
-    posts done_flag to every rank.
+    posts done_flag to every rank. ENGINES: copy engines may have sent the rows, so it also reports overruns.
 
     With several nodes the kernels that pull and that send partial sums have as many programs, and run in any order.
     """
     kernels = tl.where(has_other_nodes(job), 2, 1)
     if last_to_arrive(job, kernels * tl.num_programs(0)):
+        if ENGINES:
+            report_overruns(job, LWP)
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         tl.debug_barrier()
         tl.store(state_at(job, EPOCH_COMBINE), epoch)

@@ -57,7 +57,7 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
 Sums          A combine buffer holds the sums of the tokens of one rank of each node: of my tokens, and of those that my
               counterparts send here. Node after node come the sums of the first rank of my node, then those of the next
               one, in the order of tokens, without gaps (with copy engines, one node and max_tokens rows for each rank:
-              SUMS_APART in internode/splits.py). A sum belongs to a token and a rank that it goes to, so all
+              ENGINES in internode/splits.py). A sum belongs to a token and a rank that it goes to, so all
               combine buffers together have as many rows as there are staging rows.
 Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
               chunks a dispatch of 8 steps sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with the bounds 0, 16,

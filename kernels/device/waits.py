@@ -58,12 +58,12 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
     polls = 0
     # After a first failure the rank's data are no longer valid: another wait would only add another time-out.
     healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
-    seen = _acquire(job, flag_ptrs, mask, expected)
+    seen = read_flags(job, flag_ptrs, mask, expected)
     late = tl.sum((seen - expected < 0).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _acquire(job, flag_ptrs, mask, expected)
+        seen = read_flags(job, flag_ptrs, mask, expected)
         late = tl.sum((seen - expected < 0).to(tl.int32))
         healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (late > 0) & healthy:
@@ -86,12 +86,12 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
     polls = 0
     healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     wanted = expected << TAG_BITS
-    seen = _acquire(job, flag_ptrs, mask, wanted)
+    seen = read_flags(job, flag_ptrs, mask, wanted)
     verdict = _verdict(seen, mask, wanted, before, tag)
     while (verdict == 1) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _acquire(job, flag_ptrs, mask, wanted)
+        seen = read_flags(job, flag_ptrs, mask, wanted)
         verdict = _verdict(seen, mask, wanted, before, tag)
         healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (verdict == 1) & healthy:
@@ -109,10 +109,9 @@ def _verdict(seen, mask, wanted, before, tag):
 
 
 @triton.jit
-def _acquire(job, flag_ptrs, mask, expected):
-    """Acquire the current flags; `expected` where masked off. Uses loads: atomics of many waiting programs queue up.
-
-    Signals of 32 bits use atomics: only one program waits for them.
+def read_flags(job, flag_ptrs, mask, expected):
+    """Acquire the current flags of this rank; `expected` where masked off. Uses loads, because atomics of many waiting
+    programs queue up; for signals of 32 bits atomics, because only one program waits for them.
     """
     if flag_ptrs.dtype.element_ty == tl.int32:
         return tl.where(mask, tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys").to(tl.int64), expected)
@@ -171,12 +170,12 @@ def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
     polls = 0
     one = tl.arange(0, 1)
     wanted = tl.cast(expected, tl.int64)
-    seen = _acquire(job, counter_ptr + one, one == 0, wanted)
+    seen = read_flags(job, counter_ptr + one, one == 0, wanted)
     late = tl.sum((seen < wanted).to(tl.int32))
     while (late > 0) & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _acquire(job, counter_ptr + one, one == 0, wanted)
+        seen = read_flags(job, counter_ptr + one, one == 0, wanted)
         late = tl.sum((seen < wanted).to(tl.int32))
     if late > 0:
         report_expiry(job, seen, wanted, job.rank, OPERATION)

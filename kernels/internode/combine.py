@@ -137,4 +137,4 @@ def combine_partial_kernel(
                     network,
                     tile.BLOCK_H,
                 )
-    end_combine(job, network, staged.LWP)
+    end_combine(job, network, staged.LWP, False)

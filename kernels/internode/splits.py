@@ -52,6 +52,7 @@ from ..device.job import (
     rank_of,
     state_at,
 )
+from ..device.overruns import report_overruns
 from ..device.payload import Packing, pack_rows
 from ..device.post import Row, post_to_all
 from ..device.pull import fewer
@@ -236,7 +237,7 @@ def _report(
     # Where the sums of a source's tokens lie at the rank that adds them, less where the tokens are staged.
     of_node = tl.where(on_my_node(job, owner)[None, :], tokens, 0)
     ends = earlier_sums[:, None] + tl.cumsum(of_node, axis=1)
-    if sizes.SUMS_APART:
+    if sizes.ENGINES:
         ends = (owner * job.max_tokens)[None, :] + of_node
     shift = ends - of_node - (tl.cumsum(tokens, axis=0) - tokens)
     sums_to = tl.sum(tl.where((owner == job.rank)[None, :], shift, 0), axis=1)
@@ -352,8 +353,8 @@ class Sizes(NamedTuple):
         EP: local experts.
         OWNERS: ranks whose experts are placed at a time.
         BLOCK_N, BLOCK_C, BLOCK: chunks, columns of the counts, and words read at a time.
-        SUMS_APART: with one node, the sums of each rank have max_tokens rows in a combine buffer, used or not, so that
-            hosts know where they begin (copy engines).
+        ENGINES: copy engines may send rows: the sums of each rank have max_tokens rows in a combine buffer, used or
+            not, so that hosts know where they begin, and overruns are reported (device/overruns.py). One node.
     """
 
     NETWORK: tl.constexpr
@@ -364,7 +365,7 @@ class Sizes(NamedTuple):
     BLOCK_N: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK: tl.constexpr
-    SUMS_APART: tl.constexpr
+    ENGINES: tl.constexpr
 
 
 @ep_kernel(
@@ -422,6 +423,8 @@ def splits_kernel(
         _fill_tail(job, chunks_ptr, row_ptr, num_chunks, tokens, host_word, sizes.BLOCK_N)
     if last_to_arrive(job, packing.first_packing - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
+        if sizes.ENGINES:
+            report_overruns(job, sizes.WP)
         # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
         _exchange(job, placement_ptr, sizes)
         epoch = tl.load(state_at(job, EPOCH_DISPATCH))

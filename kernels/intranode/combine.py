@@ -12,7 +12,7 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3; or copy engines
-              do step 2, where the host knows that step 1 has nothing to wait for)
+              do step 2, after combine_begin, which is step 1 and says so if it waited in vain: device/overruns.py)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next
@@ -69,6 +69,7 @@ from ..device.job import (
     rank_of,
     state_at,
 )
+from ..device.overruns import post_overrun
 from ..device.payload import SumTile, Tile
 from ..device.post import Network, post_flag
 from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
@@ -173,10 +174,12 @@ class Turns(NamedTuple):
     Attributes:
         num_steps: divides STEPS.
         BLOCK_T: tokens of a routing chunk; a step has whole chunks.
+        ENGINES: copy engines may have sent the rows.
     """
 
     num_steps: Any
     BLOCK_T: tl.constexpr
+    ENGINES: tl.constexpr
 
 
 @triton.jit
@@ -191,6 +194,12 @@ def _wait_free(job, WP: tl.constexpr):
 @ep_kernel(num_warps=1)
 def combine_free_kernel(job: Job, WP: tl.constexpr):
     _wait_free(job, WP)
+
+
+@ep_kernel(num_warps=1)
+def combine_begin_kernel(job: Job, WP: tl.constexpr, LWP: tl.constexpr):
+    if _wait_free(job, WP) == 0:  # the copies that follow cannot be held back
+        post_overrun(job, LWP)
 
 
 @ep_kernel(num_warps=1)
@@ -584,4 +593,4 @@ def combine_pull_kernel(
         report_staged(job, staged, tag)
         if NNP > 1:
             _report_partials(job, combine.placement_ptr, tag, NNP, network)
-    end_combine(job, network, staged.LWP)
+    end_combine(job, network, staged.LWP, turns.ENGINES)

@@ -327,7 +327,7 @@ BAD_CONFIGS = {
     "payload": ({"payload": "fp3"}, ConfigError, "fp3"),
     "mxfp8_hidden": ({"payload": "mxfp8", "hidden": 48}, ConfigError, "multiple of 32"),
     "shared_staging": ({"shared_staging": True}, ConfigError, "enable_local_combine=True"),
-    "copy_engines": ({"copy_engines": True, "capacity": 64}, ConfigError, "capacity=None"),
+    "copy_engines": ({"copy_engines": True, "low_latency": True, "capacity": 64}, ConfigError, "low_latency=False"),
     "aot": ({"use_aot": True, "aot_dir": "/nowhere"}, AotMiss, "TRITON_EP_AOT"),
 }
 

@@ -259,7 +259,7 @@ def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes:
             ["interpreted-static-sm20-unpermuted-quantised-before-fp8"] * 3,
         ),
         ("beside-gemm --capacity static", ["interpreted-static-sm20-unpermuted"] * 3),
-        ("roundtrip --copy-engines", ["interpreted-exact-sm20-engines-unpermuted"] * 3),
+        ("roundtrip --copy-engines --capacity static", ["interpreted-static-sm20-engines-unpermuted"] * 3),
         ("dispatch --payload mxfp8 --hidden 96", [""]),
     ],
 )

@@ -204,7 +204,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             world_size=4,
             local_world_size=local_world_size,
             enable_local_combine=local_world_size == 2,
-            recv_capacity=None if copy_engines else 91,
+            recv_capacity=91,
             low_latency=low_latency,
             copy_engines=copy_engines,
         )
@@ -229,6 +229,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "D": sizes.shape.senders,
             "S": sizes.shape.row_length,
             "J": 4 * 21 if copy_engines else 0,
+            "O": 4 if copy_engines else 0,
             "X": 0 if config.is_intra_node else config.num_nodes * 21,
             "Z": sizes.partial_stride,
         }

@@ -207,10 +207,6 @@ class Settings:
             raise ConfigError("several --capacity are for moe-layer; choose exact or static.")
         if COMPACT in self.providers and (self.low_latency or not self.routed):
             raise ConfigError(f"{COMPACT} sends rows as dispatch_compact does; {self.command} has no such rows.")
-        if self.copy_engines and self.capacities != ("exact",):
-            raise ConfigError(
-                "--copy-engines needs --capacity exact: the host starts the copies when it has read counts."
-            )
         if self.low_latency and self.capacities != ("static",):
             raise ConfigError("low latency needs --capacity static.")
         if self.decode and (self.backward or self.refresh_weights):

@@ -104,7 +104,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name in _BUDGETED:
         text = "multiprocessors for the layer's whole exchange (default: no budget)"
         group.add_argument("--sm-budget", help=text, **number)
-        text = "copy engines send the rows; needs --capacity exact"
+        text = "copy engines send the rows of dispatches, and compact rows of exact combines"
         group.add_argument("--copy-engines", action="store_true", help=text)
     text = "exact, static, or both" if moe else "default exact; static for low-latency"
     group.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-staging", action="store_true", help="as in exchanges of triton_ep.nn; needs --enable-local-combine"
     )
-    parser.add_argument("--copy-engines", action="store_true", help="copy engines send the rows; exact, one node")
+    parser.add_argument("--copy-engines", action="store_true", help="copy engines send the rows; one node")
     parser.add_argument(
         "--low-latency", action="store_true", help="an exchange for decoding; --tokens is 128 by default"
     )

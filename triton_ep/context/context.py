@@ -31,7 +31,6 @@ from triton_ep.errors import (
     AotArchMismatch,
     AotCorrupted,
     AotMiss,
-    CallMismatch,
     ConfigError,
     EPError,
     FinalizedError,
@@ -384,10 +383,8 @@ class DispatchCombineContext:
         if record is None:
             return
         error = self._status.error(record, self.sizes, self.local, self.heap.failed_peer())
-        if isinstance(error, CallMismatch):
-            self.failure = str(error)
-        else:
-            self.failure = f"{status.OPERATIONS[record.operation].what} expired."
+        operation = status.OPERATIONS.get(record.operation)
+        self.failure = str(error) if operation is None else f"{operation.what} expired."
         raise error
 
     def poll_status(self) -> None:

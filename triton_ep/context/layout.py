@@ -374,6 +374,14 @@ BUFFERS: tuple[Buffer, ...] = (
         "dispatch expand",
         _SPLITS,
     ),
+    Buffer(
+        "overrun_flag",
+        lambda s: (s.config.world_size if s.config.copy_engines else 0,),
+        _fixed(torch.int64),
+        "routing slots and combine begin of the ranks of this node, after an expired wait",
+        "splits exchange, end of combine",
+        "never: the layer has failed",
+    ),
 )
 
 
@@ -401,8 +409,8 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
     else:
         output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
         arrivals = min(worst, output)
-        if config.copy_engines:  # which send more rows than arrive, and sums to places of their own
-            output, arrivals = max(output, worst), worst
+    if config.copy_engines:  # which send more rows than arrive, and sums to places of their own
+        output, arrivals = max(output, worst), worst
     return sizes_of(config, arrivals, output)
 
 

@@ -35,15 +35,12 @@ class OpenCalls:
         dispatch: number of the dispatch whose hook is still to be called; 0 = none.
         combine: the hook of a combine is still to be called.
         lent: the caller may write into the combine buffer.
-        settled: no combine has begun since the host last read the counts of a dispatch: the one before is over on
-            every rank, or a hook of it is left.
         copied: copy engines send the rows of the latest combine, in the order of its stream.
     """
 
     dispatch: int = 0
     combine: bool = False
     lent: bool = False
-    settled: bool = False
     copied: bool = False
 
     def begin(self, call: Literal["dispatch", "combine"], number: int) -> None:

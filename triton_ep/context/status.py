@@ -86,9 +86,22 @@ class DeviceState:
         self, record: StatusRecord, sizes: Sizes, local: Callable[[str], torch.Tensor], failed_peer: int | None
     ) -> EPError:
         """The error for a record, as `expired_wait`; CallMismatch if ranks are in different calls."""
+        if record.operation == codes.OVERRUN:
+            return overrun(record, sizes)
         if record.operation not in OPERATIONS:
             return mismatch(record.operation, self.tags())
         return expired_wait(record, sizes, local, failed_peer)
+
+
+def overrun(record: StatusRecord, sizes: Sizes) -> PeerFailed:
+    """The error for rows that another rank may have overwritten (kernels/device/overruns.py)."""
+    cfg = sizes.config
+    return PeerFailed(
+        f"rank {cfg.rank} of {cfg.world_size} may have read wrong rows in its last calls: a wait of rank {record.flag} "
+        "expired, and its copy engines then wrote into the memory of the other ranks. Its own error says for whom it "
+        "waited. Discard what this layer has computed since the last check, finalize it, and make another; raise "
+        "timeout_s if ranks are only slow."
+    )
 
 
 def expired_wait(

@@ -310,11 +310,6 @@ def check_overlap(cfg: EPConfig, return_recv_hook: bool, async_finish: bool, pre
             "return_recv_hook=True was requested of a layer with shared_staging=True, where a call between the halves "
             "would overwrite the rows. Make the layer without shared_staging."
         )
-    if return_recv_hook and cfg.copy_engines:
-        raise InputError(
-            "return_recv_hook=True was requested of a layer with copy_engines=True, whose copies could overtake a half "
-            "that another rank has not launched. Make the layer without copy_engines."
-        )
     if return_recv_hook and async_finish:
         raise InputError(
             "return_recv_hook=True and async_finish=True were requested in one call. Choose one; for both halves on a "

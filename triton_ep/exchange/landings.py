@@ -76,7 +76,6 @@ class Landing(ABC, Generic[Received]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
-        by_engines: bool = False,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
 
@@ -141,10 +140,9 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
-        by_engines: bool = False,
     ) -> None:
         """Wait, and copy each row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, own, side, by_engines)
+        dispatch_ops.receive(ctx, fmt, received, placement, own, side)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -227,10 +225,9 @@ class Deduplicated(Landing[compact_ops.Compact]):
         placement: torch.Tensor,
         own: OwnRows,
         side: torch.cuda.Stream | None,
-        by_engines: bool = False,
     ) -> None:
         """Wait, and copy each row to the output as it is."""
-        compact_ops.receive(ctx, fmt, received, placement, own, side, by_engines)
+        compact_ops.receive(ctx, fmt, received, placement, own, side)
 
 
 SentExpertMajor: TypeAlias = Sent[dispatch_ops.Received]

@@ -1,10 +1,10 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
 A dispatch: count · exchange splits, quantise · place · send · push · forward · read back, raise, grow · land. If
-buffers must grow, place, send, push and forward have done nothing and are launched again. Where copy engines send the
-rows, they do so in place of the push, after read back. Every dispatch of a layer is one `Request` passed to `dispatch`,
-with a `Landing` for the layout of the received rows. Low-latency layers use `dispatch_low_latency`, which sends rows
-first and counts afterwards.
+buffers must grow, place, send, push and forward have done nothing and are launched again. In layers with `copy_engines`
+these send the rows in place of the push. Every dispatch of a layer is one `Request` passed to `dispatch`, with a
+`Landing` for the layout of the received rows. Low-latency layers use `dispatch_low_latency`, which sends rows first and
+counts afterwards.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def dispatch(
         checks.check_not_captured(ctx.is_capturing)
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
-    by_engines = ctx.config.copy_engines and reads and not request.others_know
     fmt = ctx.rows.own if request.rows.scale is None else ctx.rows.scaled
-    rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows, by_engines)
+    rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows)
     routing, placement = preprocess(ctx, request, rows, landing, reads)
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
@@ -78,12 +77,7 @@ def dispatch(
     in_place = whole and not (split or ctx.stages_all)
     given = rows.data.view(torch.uint8) if in_place else ctx.no_bytes
     own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
-    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward, by_engines)
-    if by_engines:
-        made = flight.copy_and_receive()
-        if not split:
-            ctx.poll_status()
-        return made
+    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
     side = flight.send()
     ahead = flight.receive_ahead(side) if reads and not split and not request.refused else None
@@ -117,7 +111,6 @@ class Flight(Generic[Received]):
         rows: in wire form. own: those of them that stay here. fmt: their format.
         routing, placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
-        by_engines: copy engines send the rows.
     """
 
     ctx: DispatchCombineContext
@@ -130,7 +123,6 @@ class Flight(Generic[Received]):
     routing: routing_ops.Routing
     placement: torch.Tensor
     forward: torch.Tensor | None
-    by_engines: bool = False
 
     def send(self) -> torch.cuda.Stream | None:
         """Place and send the rows, and forward those of other nodes unless the receiving half is the caller's.
@@ -139,6 +131,9 @@ class Flight(Generic[Received]):
         """
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, self.own)
+        if ctx.config.copy_engines:
+            copy_engines.send(ctx, fmt, rows, self.own, placement)
+            return None
         side = dispatch_ops.fork(ctx, self.split)
         network = None
         if not ctx.config.is_intra_node:
@@ -150,18 +145,6 @@ class Flight(Generic[Received]):
         if network is not None:
             ctx.crossing.join()
         return side
-
-    def copy_and_receive(self) -> Sent[Received]:
-        """Place the rows, read the counts, let copy engines send the rows, and receive them."""
-        ctx, fmt, scatter = self.ctx, self.fmt, self.request.scatter
-        place = partial(routing_ops.place, ctx, fmt, self.routing, self.placement, scatter, self.own, True)
-        place()
-        arrivals, grown = init_output_buffer(ctx, self.request, self.landing, self.placement)
-        if grown:
-            release_held(ctx, self.placement)
-            place()
-        copy_engines.send(ctx, fmt, self.rows, self.own, self.placement)
-        return self.receive(arrivals, None)
 
     def forward_rows(self) -> None:
         """Push rows that other nodes send on to the ranks of this node."""
@@ -176,13 +159,13 @@ class Flight(Generic[Received]):
         received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
         if self.split:
             return self.sent(arrivals, received, partial(self.receive_later, received))
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, side, self.by_engines)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
         return self.sent(arrivals, received)
 
     def receive_later(self, received: Received) -> None:
         """The receiving half of a split dispatch."""
         self.forward_rows()
-        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None, self.by_engines)
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None)
 
     def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
@@ -301,7 +284,6 @@ def init_output_buffer(
         ctx.unread = placement
         return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None), False
     checks.raise_for_ranks(cfg, reports)
-    ctx.calls.settled = True
     grown = ctx.grow(*landing.room(cfg, reports))
     counts, rows = tuple(words[first : first + count]), tuple([report.rows for report in reports])
     here = tuple([report.arrivals_here for report in reports]) if cfg.copy_engines else None

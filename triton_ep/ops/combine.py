@@ -242,7 +242,7 @@ def _publish(
     that are read, `y` or a copy.
     """
     ctx.calls.check_combine(desc.dispatch_number)
-    ctx.calls.copied, ctx.calls.settled = plan.by_engines, False
+    ctx.calls.copied = plan.by_engines
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices

@@ -10,7 +10,6 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops import copy_engines
 from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.tuning import as_words, expanding_programs, forwarding_programs, pushing_programs
 from triton_ep.runtime.plans import compact as plans
@@ -69,19 +68,17 @@ def receive(
     placement: torch.Tensor,
     own: OwnRows,
     side: torch.cuda.Stream | None,
-    by_engines: bool = False,
 ) -> None:
     """Copy the rows out as they arrive.
 
     own: as for `routing.place`.
     side: from `ops.dispatch.fork` before the push, so that the first rows are copied while the last are in transit.
-    by_engines: copy engines send them.
     """
     cfg, has_scales = ctx.config, received.scale is not None
     row_bytes = fmt.hidden * received.x.element_size()
     words = as_words(received.x, row_bytes, received.scale)
     row_words = row_bytes // words.element_size()
-    kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words, by_engines)
+    kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
     launcher = ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)
     launcher.launch(
         expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
@@ -95,7 +92,7 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=copy_engines.FLAGS if by_engines else pushing_programs(ctx, fmt, side is not None).flags,
+        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )

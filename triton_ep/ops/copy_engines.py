@@ -1,8 +1,7 @@
 """Rows that copy engines send within a node (`copy_engines`), instead of the kernels that push or publish them.
 
-The host starts the copies, so they cannot wait for another rank, nor be held back by a kernel that finds an error. It
-starts them only when it has read the counts of a dispatch. These come from the splits exchange, in which every rank
-takes part after its previous calls: no rank reads the memory any more into which rows are copied.
+The host starts the copies without knowing what the kernels before them find, so these cannot hold the copies back. A
+kernel that waited in vain says so to the ranks whose rows may be overwritten (kernels/device/overruns.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.ops.routing import OwnRows
 from triton_ep.runtime.copies import copy_bytes
 from triton_ep.runtime.plans import exchange
-
-FLAGS = 1
-"""Arrival flags of a rank whose rows copy engines send."""
 
 
 def packed(fmt: RowFormat, x: Rows) -> Rows:
@@ -46,25 +42,26 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows, 
     for rank in _targets(cfg.rank, cfg.world_size, own.in_place):
         dest = ctx.memory.address_at("stage_x", rank) + cfg.rank * cfg.max_tokens * fmt.wire_bytes
         copy_bytes(dest, source, nbytes, stream)
-    ctx.launcher(("copied",), exchange.copied, fmt=fmt).launch(1, placement_ptr=placement, num_flags=FLAGS)
+    ctx.launcher(("copied",), exchange.copied, fmt=fmt).launch(1, placement_ptr=placement, num_flags=1)
 
 
 def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, changed: bool) -> bool:
     """Whether copy engines can send the rows of a combine: compact rows of the layer, as they are, of which the host
-    knows how many there are for each rank, as long as no other combine has begun since the host has read counts.
+    knows how many there are for each rank.
 
     changed: the rows are multiplied by weights, or spread over slots.
     """
     known = desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own
-    # Replays of a graph would copy whatever the host has read.
-    return known and not changed and ctx.calls.settled and not (ctx.calls.lent or ctx.is_capturing)
+    return known and not changed and not ctx.calls.lent
 
 
 def send_compact(ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
-    """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are."""
+    """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are; before, wait until all
+    ranks have ended the previous combine."""
     assert desc.host_arrivals is not None, "`sends_compact` has checked it"
     cfg, counts, row_bytes, stream = ctx.config, desc.host_arrivals, fmt.payload_bytes, _stream(ctx)
     ends = list(accumulate(counts))
+    ctx.launcher(("begin",), exchange.begin).launch(1)
     for rank in _targets(cfg.rank, cfg.world_size, False):
         dest = ctx.memory.address_at("dispatch_output_buf", rank) + cfg.rank * cfg.max_tokens * row_bytes
         source = y.data_ptr() + (ends[rank] - counts[rank]) * row_bytes

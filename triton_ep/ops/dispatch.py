@@ -36,9 +36,9 @@ from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
-def to_send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, by_engines: bool) -> tuple[Rows, bool]:
+def to_send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows) -> tuple[Rows, bool]:
     """The rows as they travel: `x` itself, or with payload="mxfp8" memory [T, bytes] uint8 for rows of the layer's
-    dtype, which `exchange_splits` quantises by RCEIL. by_engines: always in one piece.
+    dtype, which `exchange_splits` quantises by RCEIL; for copy engines always in one piece.
 
     Returns also whether they can be laid out from there: rows without scales of their own, dense, and in pieces of 16
     bytes, as kernels load them.
@@ -46,7 +46,7 @@ def to_send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, by_engines: bo
     wire_bytes = fmt.wire_bytes
     if ctx.config.payload is not None and x.scale is None:
         return Rows(torch.empty(x.data.shape[0], wire_bytes, dtype=torch.uint8, device=ctx.device)), True
-    if by_engines:
+    if ctx.config.copy_engines:
         x = copy_engines.packed(fmt, x)
     dense = x.data.is_contiguous() and x.data.stride(1) == 1  # an empty tensor may have any strides
     return x, x.scale is None and dense and (x.data.data_ptr() | wire_bytes) % 16 == 0
@@ -232,13 +232,11 @@ def receive(
     placement: torch.Tensor,
     own: OwnRows,
     side: torch.cuda.Stream | None,
-    by_engines: bool = False,
 ) -> None:
     """Lay the rows out expert by expert as they arrive.
 
     own: as for `routing.place`.
     side: from `fork` before the push, so that the first rows are laid out while the last are in transit.
-    by_engines: copy engines send them.
     """
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
@@ -251,7 +249,7 @@ def receive(
         row_bytes = fmt.hidden * recv_x.element_size()
         words = as_words(recv_x, row_bytes, recv_scale)
         row_words = row_bytes // words.element_size()
-    kind = (landing, weights is not None, copy_rows is not None, row_words, by_engines)
+    kind = (landing, weights is not None, copy_rows is not None, row_words)
     launcher = ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)
     launcher.launch(
         expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
@@ -266,7 +264,7 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=copy_engines.FLAGS if by_engines else pushing_programs(ctx, fmt, side is not None).flags,
+        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
         stream=side,
     )

@@ -216,16 +216,12 @@ def place(
     placement: torch.Tensor,
     scatter: torch.Tensor | None,
     own: OwnRows,
-    by_engines: bool = False,
 ) -> None:
     """Turn slots into rows, in place; publish to the ranks of this node what will arrive; write the tile table, and the
-    tokens of the own rows.
-
-    by_engines: copy engines will send the rows (ops/copy_engines.py).
-    """
+    tokens of the own rows."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
-    make = (exchange.place, weights is not None, scatter is not None, by_engines)
+    make = (exchange.place, weights is not None, scatter is not None)
     ctx.launcher(("place", *make[1:]), *make, fmt=fmt).launch(
         routing.num_chunks + 1,
         entries_ptr=routing.entries,

@@ -92,6 +92,8 @@ def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bo
 
 
 def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> Pushing:
+    if ctx.config.copy_engines:  # one program raises one flag (kernels/intranode/dispatch.py, dispatch_copied_kernel)
+        return Pushing(1, 1, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
         return Pushing(programs, programs, False)

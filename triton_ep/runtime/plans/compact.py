@@ -16,16 +16,13 @@ from triton_ep.runtime.plans.exchange import (
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
 
-def copy_out(
-    s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_words: int, by_token: bool = False
-) -> Plan:
-    """Copy arrived rows out unchanged, with their expert ids and weights. by_token: copy engines sent the rows."""
+def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_words: int) -> Plan:
+    """Copy arrived rows out unchanged, with their expert ids and weights."""
     constexprs = {
-        "BY_TOKEN": by_token,
         "HAS_SCALES": has_scales,
         "HAS_IDX": has_idx,
         "HAS_WEIGHTS": has_weights,
-        **s.common("TOPK", "KP", "LWP", "SENDERS"),
+        **s.common("TOPK", "KP", "LWP", "SENDERS", "ENGINES"),
     }
     rows, options = s.chosen("expand")
     in_bulk = landed_ring(s, has_scales)

@@ -89,22 +89,20 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, 
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
         "PACKED_BLOCKS": PACKED_BLOCKS if packs else 0,
-        "SUMS_APART": s.copy_engines,
         **(of_map(s, *given) if given else {"BLOCK_E": 0, "HAS_PROBS": False, "COUNT_EXCESS": False}),
-        **s.common("TOPK", "KP", "WP", "LWP"),
+        **s.common("TOPK", "KP", "WP", "LWP", "ENGINES"),
     }
     return Plan("splits_kernel", constexprs)
 
 
-def place(s: Shape, has_weights: bool, has_scatter: bool, by_token: bool = False) -> Plan:
-    """Compute the rows of this rank's entries at their owners. by_token: copy engines will send the rows."""
+def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
+    """Compute the rows of this rank's entries at their owners."""
     constexprs = {
         "HAS_SCATTER": has_scatter,
         "HAS_WEIGHTS": has_weights,
-        "BY_TOKEN": by_token,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
-        **s.common("TOPK", "KP", "LWP", "NNP"),
+        **s.common("TOPK", "KP", "LWP", "NNP", "ENGINES"),
     }
     return Plan("routing_slots_kernel", constexprs)
 
@@ -211,21 +209,18 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
     return Plan("internode_forward_kernel", constexprs)
 
 
-def expand(
-    s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int, by_token: bool = False
-) -> Plan:
+def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
     """Lay out arrived rows expert by expert, converted as `landing` says (kernels/device/codes.py).
 
     keep_copies: record the output rows of each staging row, which combine needs in some layers. row_words: words of an
-    output row. by_token: copy engines sent the rows.
+    output row.
     """
     constexprs = {
-        "BY_TOKEN": by_token,
         "LANDING": landing,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": keep_copies,
-        **s.common("TOPK", "KP", "LWP", "SENDERS"),
+        **s.common("TOPK", "KP", "LWP", "SENDERS", "ENGINES"),
     }
     rows, chosen = s.chosen("expand")
     in_bulk = landed_ring(s, landing == LANDING_MX) if landing in (LANDING_WORDS, LANDING_MX) else NO_RING
@@ -386,6 +381,11 @@ def publish(s: Shape) -> Plan:
     return Plan("combine_publish_kernel", s.common("LWP", "MAX_PROGRAMS"))
 
 
+def begin(s: Shape) -> Plan:
+    """Wait until no rank reads the combine buffer, before copies that start in any case."""
+    return Plan("combine_begin_kernel", s.common("WP", "LWP"))
+
+
 def free(s: Shape) -> Plan:
     """Wait until no rank reads the combine buffer."""
     return Plan("combine_free_kernel", s.common("WP"))
@@ -426,7 +426,7 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
 
 def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False, copies: int = 0) -> Plan:
     """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases. copies: as for `reduce`."""
-    more = {**s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
+    more = {**s.common("NNP", "ENGINES"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
     return _pull(s, "pull", reduced, _sum(s, has_weights, reduced) | more, whole_programs(s, copies))
 
 

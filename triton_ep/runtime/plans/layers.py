@@ -138,16 +138,9 @@ def _maps(s: Shape, given: LayerCalls) -> Iterator[KernelRequest]:
 def _places(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for scatter in sorted({False, *uses.scatter}):
         for weights in uses.weights:
-            for kind, by_token in product(uses.ids if scatter else ("i32",), _ways(s)):
+            for kind in uses.ids if scatter else ("i32",):
                 types = {"scatter_idx_ptr": f"*{kind}"}
-                yield KernelRequest.of(
-                    exchange.place(s, weights, scatter, by_token), types, {"row_bytes": s.wire_bytes}
-                )
-
-
-def _ways(s: Shape) -> tuple[bool, ...]:
-    """Values of `by_token` of the plans of a layer: its calls send rows by kernels, or copy engines send them."""
-    return (False, True) if s.copy_engines else (False,)
+                yield KernelRequest.of(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
 
 
 def _scaled(s: Shape) -> Shape:
@@ -172,7 +165,7 @@ def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[Ker
         sent.append((MX, s.hidden))
     for payload, row_bytes in sent:
         types, numbers, row_words = _words(row_bytes, "x_ptr")
-        for spread in (False, True)[: 1 + s.spreads]:
+        for spread in () if s.copy_engines else (False, True)[: 1 + s.spreads]:
             yield KernelRequest.of(exchange.push(s, payload, row_words, spread), types, numbers)
         if s.copy_engines:
             yield KernelRequest.of(exchange.copied(s))
@@ -191,15 +184,14 @@ def _expansions(s: Shape, uses: LayerCalls, weights: bool, row_bytes: int) -> It
     types, numbers, row_words = _words(row_bytes, "recv_x_ptr", s.payload is not None)
     scales = {"recv_scale_ptr": "*u8"}
     landing = LANDING_WORDS if s.payload is None else LANDING_MX
-    for keep, by_token in product(sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}), _ways(s)):
-        yield KernelRequest.of(exchange.expand(s, landing, weights, keep, row_words, by_token), types | scales, numbers)
+    for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
+        yield KernelRequest.of(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
     for name in uses.landing if s.payload is not None else ():
         landing = LANDINGS[name]
         word, row_words = landed_words(landing, s.hidden)
         types = {"recv_x_ptr": f"*{word}", "recv_scale_ptr": "*fp32" if landing == LANDING_ROW else "*u8"}
-        for by_token in _ways(s):
-            plan = exchange.expand(s, landing, weights, s.enable_local_combine, row_words, by_token)
-            yield KernelRequest.of(plan, types, {"row_words": row_words})
+        plan = exchange.expand(s, landing, weights, s.enable_local_combine, row_words)
+        yield KernelRequest.of(plan, types, {"row_words": row_words})
 
 
 def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[KernelRequest]:
@@ -210,10 +202,13 @@ def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[Ker
         shape = _scaled(s) if scales else s
         types, numbers, row_words = _words(row_bytes, "recv_x_ptr", scales)
         # Without ids, a pointer to int32 stands in for them.
-        kinds = [("i32", False, False), *((ids, True, weights) for ids in given.ids for weights in given.weights)]
-        for (ids, has_idx, weights), by_token in product(kinds, _ways(s)):
-            plan = compact.copy_out(shape, scales, has_idx, weights, row_words, by_token)
-            yield KernelRequest.of(plan, types | {"recv_idx_ptr": f"*{ids}"}, numbers)
+        yield KernelRequest.of(
+            compact.copy_out(shape, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers
+        )
+        for ids in given.ids:
+            for weights in given.weights:
+                kinds = types | {"recv_idx_ptr": f"*{ids}"}
+                yield KernelRequest.of(compact.copy_out(shape, scales, True, weights, row_words), kinds, numbers)
 
 
 def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
@@ -258,10 +253,12 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
             yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies), types, hidden)
     if reduced:
         yield KernelRequest.of(exchange.enter(s))
-    if not reduced or s.copy_engines:
-        yield KernelRequest.of(exchange.publish(s))
     if not reduced:
+        yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.free(s))
+    elif s.copy_engines:
+        yield KernelRequest.of(exchange.publish(s))
+        yield KernelRequest.of(exchange.begin(s))
 
 
 def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:

@@ -76,7 +76,7 @@ class Shape:
         tuned: (kernel, rows, warps) of the tuned entry.
         interpreted: for the interpreter.
         budgeted: the layer has a budget of multiprocessors.
-        copy_engines: copy engines send the rows of calls in which the host reads counts.
+        copy_engines: copy engines send the rows of dispatches, and compact rows of combines.
     """
 
     max_tokens: int
@@ -184,6 +184,7 @@ class Shape:
             "SENDERS": self.senders,
             "MAX_CHUNKS": self.max_chunks,
             "CHUNK": CHUNK,
+            "ENGINES": self.copy_engines,
         }
         return {name: values[name] for name in names}
 
