@@ -41,6 +41,7 @@ from triton_ep.ops import copy_engines
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
+from triton_ep.runtime.launch import INTERPRETING
 
 _AHEAD = 32
 """Rows of recent dispatches per row of additional room for the next one."""
@@ -75,7 +76,7 @@ def dispatch(
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
     # Rows that the caller lays out later may have changed until then.
     in_place = whole and not (split or ctx.stages_all)
-    given = rows.data.view(torch.uint8) if in_place else ctx.no_bytes
+    given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
     own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
     flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
@@ -140,7 +141,7 @@ class Flight(Generic[Received]):
             network = dispatch_ops.fork_network(ctx, self.split)
             dispatch_ops.send(ctx, fmt, rows, routing, placement, network)
         dispatch_ops.push(ctx, fmt, rows, routing, placement, side is not None)
-        if not self.split:
+        if self.forward is not None and not self.split:
             self.forward_rows()
         if network is not None:
             ctx.crossing.join()

@@ -27,7 +27,7 @@ class Routing(NamedTuple):
         ids: [T, K] expert ids.
         entries: [F, T, K] int32; hold slots within the chunk, and rows once `place` has run.
         chunks: int32, counts and other tables by chunk.
-        push_addrs: [T, K] int64 at the start of the buffer; written by `place`.
+        push_addrs: memory for [T, K] int64; written by `place`.
         own_tokens: of `OwnRows`; likewise.
         weights: [T, K] float32, valid for this dispatch only; None: no weights.
         num_tokens: T.
@@ -75,14 +75,13 @@ def prepare(
         weights = None if given.probs is None else ctx.scratch("map_weights", most, torch.float32)
     else:
         num_tokens = topk_idx.shape[0]
-    addrs = ctx.scratch("push_addrs", most + cfg.max_tokens, torch.int64)
     return Routing(
         given,
         topk_idx,
         torch.empty(sizes.entry_fields, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", sizes.chunks_length, torch.int32),
-        addrs,
-        addrs[most:],
+        ctx.scratch("push_addrs", most, torch.int64),
+        ctx.scratch("own_tokens", cfg.max_tokens, torch.int64),
         weights,
         num_tokens,
         -(-num_tokens // ROUTING_TOKENS),
