@@ -17,7 +17,7 @@ import torch.distributed as dist
 import triton_ep.layer
 from tests.combinations import combinations
 from tests.layer import test_compact, test_dispatch_again, test_errors, test_life, test_overlap, test_scaled
-from tests.layer.cases import CASES, Case, check_case, make_layer, workloads
+from tests.layer.cases import CASES, Case, check_case, limit_of_calls, make_layer, workloads
 from triton_ep import EPAll2AllLayer, PeerFailed, WaitTimeout
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap
@@ -30,8 +30,6 @@ ON_CPU = {
     *("local_combine_weighted", "budget", "mxfp8_odd_blocks", "mxfp8_quantised_fp32", "static_aligned_local"),
 }
 SIZES = Case("sizes", tokens=(9, 4, 0, 6), hidden=40, topk=3, experts=4)
-LIMIT_S = 1.0
-"""Time limit of a layer with a wait that must expire."""
 
 
 class _Sent:
@@ -193,43 +191,47 @@ def _caught(call: Callable[[], object]) -> Exception:
     return caught.value
 
 
+@contextmanager
+def _layer_of_two(rank: int, nodes: int, ranks_per_node: int) -> Iterator[EPAll2AllLayer]:
+    """A layer on which a call must expire. As on GPUs, a rank that fails cannot end the waits of others."""
+    limit_s = limit_of_calls(SIZES, rank, nodes, ranks_per_node)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(current_heap(), "abort", lambda reason: None)
+        layer = make_layer(SIZES, rank, nodes, ranks_per_node, copy_engines=True, timeout_s=limit_s)
+        yield layer
+        dist.barrier()
+        layer.finalize()
+
+
 def _overrun_of_dispatch(rank: int, nodes: int, ranks_per_node: int) -> Exception:
-    layer = make_layer(SIZES, rank, nodes, ranks_per_node, copy_engines=True, timeout_s=LIMIT_S)
-    layer.context.heap.abort = lambda reason: None  # as on GPUs, where a rank cannot end the waits of others
-    x, ids, _ = _inputs(layer)
-    layer.dispatch_compact(x, ids)
-    if rank == 1:
-        error = _caught(lambda: layer.dispatch_compact(x, ids))
-    dist.barrier()
-    if rank == 0:
-        error = _caught(lambda: layer.dispatch_compact(x, ids))
-    dist.barrier()
-    layer.finalize()
-    return error
+    with _layer_of_two(rank, nodes, ranks_per_node) as layer:
+        x, ids, _ = _inputs(layer)
+        layer.dispatch_compact(x, ids)
+        if rank == 1:
+            error = _caught(lambda: layer.dispatch_compact(x, ids))
+        dist.barrier()
+        if rank == 0:
+            error = _caught(lambda: layer.dispatch_compact(x, ids))
+        return error
 
 
 def _overrun_of_combine(rank: int, nodes: int, ranks_per_node: int) -> Exception:
-    layer = make_layer(SIZES, rank, nodes, ranks_per_node, copy_engines=True, timeout_s=LIMIT_S)
-    layer.context.heap.abort = lambda reason: None
-    x, ids, _ = _inputs(layer)
-    rows = layer.dispatch_compact(x, ids)
     pull = combine_ops._pull
 
     def late(*args: Any) -> None:
         dist.barrier()  # the other rank has waited in vain, and has copied the rows of its next combine
         pull(*args)
 
-    if rank == 0:
-        with pytest.MonkeyPatch.context() as patch:
+    with _layer_of_two(rank, nodes, ranks_per_node) as layer, pytest.MonkeyPatch.context() as patch:
+        x, ids, _ = _inputs(layer)
+        rows = layer.dispatch_compact(x, ids)
+        if rank == 0:
             patch.setattr(combine_ops, "_pull", late)
-            error = _caught(lambda: layer.combine(rows.x, rows.layout_desc))
-    else:
+            return _caught(lambda: layer.combine(rows.x, rows.layout_desc))
         layer.combine(rows.x, rows.layout_desc)
         error = _caught(lambda: layer.combine(-rows.x, rows.layout_desc))
         dist.barrier()
-    dist.barrier()
-    layer.finalize()
-    return error
+        return error
 
 
 @pytest.mark.plain
