@@ -16,6 +16,7 @@ Layout        device/tables.py. A *column* is an expert, a rank or a node, in th
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
               engines send the rows: where they lie.
+              If a wait has expired, the last program says so to all ranks before copies start (device/overruns.py).
 Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
               starts after this kernel, cover its stores to stage_meta.
 Progress      No program waits.
@@ -261,10 +262,11 @@ def _store_packed(
     """Store, without gaps and in k order, the entries of each token where `here`: push addresses, and where combine
     finds sums."""
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
-    addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
-    addrs += arrival.to(tl.int64) * arrivals.row_bytes
-    pushed = here & ((owner != job.rank) | (arrivals.in_place == 0))
-    tl.store(arrivals.push_addrs_ptr + at, tl.where(pushed, addrs, 0), mask=mask)
+    if not arrivals.ENGINES:
+        addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
+        addrs += arrival.to(tl.int64) * arrivals.row_bytes
+        pushed = here & ((owner != job.rank) | (arrivals.in_place == 0))
+        tl.store(arrivals.push_addrs_ptr + at, tl.where(pushed, addrs, 0), mask=mask)
     tl.store(entry_field(entries, PULL_ROW) + at, tl.where(here, sum_row, -1), mask=mask)
 
 
@@ -290,7 +292,8 @@ class ArrivalRows(NamedTuple):
         in_place: as in OwnRows (device/arrivals.py).
         row_bytes: bytes of a row on the wire.
         stage_capacity: staging rows of a rank.
-        ENGINES: copy engines send the rows, so owners are told where they put them (device/arrivals.py).
+        ENGINES: copy engines send the rows: owners are told where they put them (device/arrivals.py), and there are no
+            push addresses.
     """
 
     push_addrs_ptr: Any

@@ -208,30 +208,30 @@ def push_sources(
 
 
 @triton.jit
-def rows_from_there(arrivals, own, lies_ptr, row, item, here):
-    """Numbers [ROWS] of rows, as `bytes_of_rows` counts them. lies_ptr: stage_source. row: staging rows of an item;
-    here: rows wanted."""
+def rows_from_there(arrivals, own, stage_source_ptr, row, item, here):
+    """Numbers [ROWS] of rows, as `bytes_of_rows` counts them. stage_source_ptr: from `stage_sources`. row: staging rows
+    of an item; here: rows wanted."""
     if own is None:
-        return _staged_at(arrivals, lies_ptr, row, here)
+        return _staged_at(arrivals, stage_source_ptr, row, here)
     else:
         ROWS: tl.constexpr = row.shape[0]
         return tl.load(own.tokens_ptr + item * ROWS + tl.arange(0, ROWS), mask=here, other=0)
 
 
 @triton.jit
-def row_from_there(arrivals, own, lies_ptr, row, item, here):
+def row_from_there(arrivals, own, stage_source_ptr, row, item, here):
     """`rows_from_there` of an item of one row."""
     if own is None:
-        return _staged_at(arrivals, lies_ptr, row, here)
+        return _staged_at(arrivals, stage_source_ptr, row, here)
     else:
         return tl.load(own.tokens_ptr + item, mask=here, other=0)
 
 
 @triton.jit
-def _staged_at(arrivals, lies_ptr, row, here):
+def _staged_at(arrivals, stage_source_ptr, row, here):
     """Where staging rows lie in stage_x."""
     if arrivals.ENGINES:
-        return tl.load(lies_ptr + row, mask=here, other=0)
+        return tl.load(stage_source_ptr + row, mask=here, other=0)
     else:
         return row
 

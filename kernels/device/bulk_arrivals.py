@@ -15,12 +15,12 @@ from .payload import MX, WORDS, wire_of
 
 
 @triton.jit
-def _row_of(job, arrived, n, arrivals, own, row_limit, rows_ptr, lies_ptr, row_bytes):
+def _row_of(job, arrived, n, arrivals, own, row_limit, rows_ptr, stage_source_ptr, row_bytes):
     """Item n of this program: its staging row, whether that arrived, and the address of the row. own: as below."""
     item = my_first(arrived.first, 0) + n * tl.num_programs(0)
     row, end = place_of(job, arrived, item, 1, arrivals.LWP)
     here = row < tl.minimum(end, row_limit)
-    at = row_from_there(arrivals, own, lies_ptr, row, item, here)
+    at = row_from_there(arrivals, own, stage_source_ptr, row, item, here)
     return row, here, rows_ptr + at.to(tl.int64) * row_bytes
 
 
@@ -41,7 +41,7 @@ def copy_arrived(
     DATA: tl.constexpr = 32 * ring.SCALE_BYTES if HAS_SCALES else ring.ROW_BYTES
     wire = wire_of(out.row_words, out.recv_x_ptr.dtype.element_ty, MX if HAS_SCALES else WORDS)
     rows_ptr = bytes_of_rows(job, own).to(tl.int64)
-    lies_ptr = stage_sources(job)
+    stage_source_ptr = stage_sources(job)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     lanes = tl.arange(0, LANES)
     count = tl.cdiv(tl.maximum(arrived.end - my_first(arrived.first, 0), 0), tl.num_programs(0))
@@ -51,7 +51,7 @@ def copy_arrived(
         number = n - (ring.SLOTS - 1)
         if number >= 0:
             row, here, source = _row_of(
-                job, arrived, number, arrivals, own, row_limit, rows_ptr, lies_ptr, wire.row_bytes
+                job, arrived, number, arrivals, own, row_limit, rows_ptr, stage_source_ptr, wire.row_bytes
             )
             if choices is None:
                 dst = tl.where(here & (lanes == 0), row, -1)
@@ -67,6 +67,8 @@ def copy_arrived(
                 store_row(ring, base, number, source, source, False, to, DATA, ring.SCALE_BYTES, False)
             end_row()
         if n < count:
-            _, here, source = _row_of(job, arrived, n, arrivals, own, row_limit, rows_ptr, lies_ptr, wire.row_bytes)
+            _, here, source = _row_of(
+                job, arrived, n, arrivals, own, row_limit, rows_ptr, stage_source_ptr, wire.row_bytes
+            )
             wait_left(1)
             load_row(ring, base, n, source, source, False, here)

@@ -6,7 +6,8 @@ Protocol      0 count: the first programs, one for each chunk of tokens (compute
               counts over this rank's chunks; the totals are its row in `splits`. The last of these programs to finish
               goes on alone, while the programs of the highest numbers quantise the rows to send, if that is needed
               (device/payload.py):
-              2 advance this rank's dispatch epoch
+              2 with copy engines, report overruns of the previous calls (device/overruns.py); advance this rank's
+              dispatch epoch
               3 post my splits row, then my flag = epoch, to every rank (device/post.py); keep a copy in `placement`
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank

@@ -20,7 +20,7 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               (internode/combine.py). Then start from the token's biases or zero, add its rows in k order, in float32,
               and round once
               5 the last program of the pull, with several nodes of pull and partial, posts done_flag = epoch to every
-              rank (device/staging.py)
+              rank (device/staging.py); with copy engines it reports overruns before
 Layout        combine_x [capacity, H]: by output row (stage); by the token's node, then by the rank that sums, then by
               token (reduce: `sums` in device/tables.py); combine_weight [capacity] float32, read by the pull if
               HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since the layer was created, STEPS per combine,

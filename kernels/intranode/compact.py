@@ -160,13 +160,13 @@ def _receive_rows(
         copy_arrived(job, out, arrived, arrivals, own, row_limit, None, tile, base)
     else:
         source_ptr = bytes_of_rows(job, own)
-        lies_ptr = stage_sources(job)
+        stage_source_ptr = stage_sources(job)
         first = my_first(arrived.first, 0)
         for number in tl.range(first, arrived.end, tl.num_programs(0), num_stages=tile.STAGES):
             first_row, end = place_of(job, arrived, number, tile.ROWS, arrivals.LWP)
             row = first_row + tl.arange(0, tile.ROWS)
             alive = row < tl.minimum(end, row_limit)
-            at = rows_from_there(arrivals, own, lies_ptr, row, number, alive)
+            at = rows_from_there(arrivals, own, stage_source_ptr, row, number, alive)
             _copy_rows(out, row, alive, source_ptr, at, HAS_SCALES, tile.BLOCK_H, tile.TILES)
 
 

@@ -353,7 +353,7 @@ def _expand_rows(
     Shares depend on position, not on progress: programs may see a source at different steps.
     """
     source_ptr = bytes_of_rows(job, own)
-    lies_ptr = stage_sources(job)
+    stage_source_ptr = stage_sources(job)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
@@ -366,7 +366,7 @@ def _expand_rows(
         meta = row.to(tl.int64) * (2 * choices.KP)
         # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
-        at = rows_from_there(arrivals, own, lies_ptr, row, number, here)
+        at = rows_from_there(arrivals, own, stage_source_ptr, row, number, here)
         mask = alive[:, None] & (ks < choices.TOPK)
         copies = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
         # Load all numbers first: after the stores of one row, the next load would wait for memory each time. Columns of

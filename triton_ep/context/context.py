@@ -377,7 +377,8 @@ class DispatchCombineContext:
         Raises:
             CallMismatch: ranks are in different calls.
             WaitTimeout: naming the operation, the missing ranks, expected and seen epochs.
-            PeerFailed: the wait expired, and the process of a rank has ended.
+            PeerFailed: the wait expired, and the process of a rank has ended; or another rank may have overwritten rows
+                that this one has read (kernels/device/overruns.py).
         """
         record = self._status.record()
         if record is None:

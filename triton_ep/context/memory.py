@@ -104,10 +104,9 @@ class SymmetricBuffers:
         return self._blocks[block].local.data_ptr() + offset
 
     def address_at(self, name: str, rank: int) -> int:
-        """Address at which this process, or its GPU, reaches a buffer of a rank; 0: it does not."""
+        """Address at which this process, or its GPU, reaches a buffer of a rank of its node."""
         block, offset = self._offsets[name]
-        address = self._blocks[block].addresses[rank]
-        return address + offset if address else 0
+        return self._blocks[block].addresses[rank] + offset
 
     def wanted_sizes(self, arrival_rows: int, output_rows: int) -> layout.Sizes:
         """The sizes for `grow` with room for at least that many rows; `sizes` itself if it has room already.

@@ -35,13 +35,11 @@ class OpenCalls:
         dispatch: number of the dispatch whose hook is still to be called; 0 = none.
         combine: the hook of a combine is still to be called.
         lent: the caller may write into the combine buffer.
-        copied: copy engines send the rows of the latest combine, in the order of its stream.
     """
 
     dispatch: int = 0
     combine: bool = False
     lent: bool = False
-    copied: bool = False
 
     def begin(self, call: Literal["dispatch", "combine"], number: int) -> None:
         """Open a call whose hook the caller has got; number: number of the dispatch."""

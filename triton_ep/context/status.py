@@ -85,7 +85,7 @@ class DeviceState:
     def error(
         self, record: StatusRecord, sizes: Sizes, local: Callable[[str], torch.Tensor], failed_peer: int | None
     ) -> EPError:
-        """The error for a record, as `expired_wait`; CallMismatch if ranks are in different calls."""
+        """The error for a record: of `expired_wait` or `overrun`, or CallMismatch if ranks are in different calls."""
         if record.operation == codes.OVERRUN:
             return overrun(record, sizes)
         if record.operation not in OPERATIONS:

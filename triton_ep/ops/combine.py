@@ -100,7 +100,7 @@ def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAll
 
     Returns False if the side stream does not read the rows: the caller must then wait for the end of the combine.
     """
-    if ctx.calls.copied or not _plan(ctx, fmt, desc, False).overlapped:
+    if not _plan(ctx, fmt, desc, False).overlapped:
         return False
     ctx.wait_joined()
     return True
@@ -134,7 +134,7 @@ class _Plan(NamedTuple):
         num_steps: steps in which rows are published.
         turns: steps in which tokens are summed.
         overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.
-        by_engines: copy engines send the rows. Each rank decides that for itself.
+        by_engines: copy engines send the rows, unless the combine buffer was lent.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
@@ -242,7 +242,6 @@ def _publish(
     that are read, `y` or a copy.
     """
     ctx.calls.check_combine(desc.dispatch_number)
-    ctx.calls.copied = plan.by_engines
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
@@ -256,7 +255,7 @@ def _publish(
         if lent or ctx.config.shared_staging:
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
-        if plan.by_engines:
+        if plan.by_engines and not lent:
             copy_engines.send_compact(ctx, fmt, y, desc)
             _tell_published(ctx, desc, plan)
             return y

@@ -51,8 +51,7 @@ def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllL
 
     changed: the rows are multiplied by weights, or spread over slots.
     """
-    known = desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own
-    return known and not changed and not ctx.calls.lent
+    return desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own and not changed
 
 
 def send_compact(ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
