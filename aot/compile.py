@@ -112,6 +112,7 @@ def _facts(
         "local_bytes": local,
         "static_bytes": static,
         "matrix": {kind: matrix.count(kind) for kind in sorted(set(matrix))},
+        "early": sorted(re.findall(r"\bgriddepcontrol\.(\w+)", ptx)),
         "nvshmem_lines": sum("nvshmem" in line for line in code),
         "visible": [name for name in _STATE if any(name in line for line in visible) and name.encode() in cubin],
     }

@@ -29,7 +29,7 @@ PARTS = (
 
 
 def draw() -> Canvas:
-    """Draw two lanes per rank: its stream, and the concurrent second stream."""
+    """Draw two lanes per rank: the kernels of a call, and those that run beside them."""
     c = Canvas(700, "Steps of a dispatch and a combine over time on two ranks")
     y = 40.0
     for heading, lanes, words in PARTS:

@@ -33,7 +33,8 @@ Progress      1 waits for step 5 of the previous call, which every rank posts wi
               that enters has one program, and waits for that of every rank.
               4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
               rank's own reduce, and with several nodes with its own partial sums, if those are launched first and all
-              fit on the GPU.
+              fit on the GPU. Launched early, it starts when all programs of reduce have, and ends after them
+              (device/early.py).
 Replay        Epochs: the device counter holds the number n of the last finished combine; this one is n + 1.
 """
 
@@ -55,6 +56,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
+from ..device.early import await_previous, let_next_start
 from ..device.groups import my_first, pick
 from ..device.job import (
     Job,
@@ -409,6 +411,7 @@ def combine_reduce_kernel(
     stagers: Stagers,
     tile: SumTile,
 ):
+    let_next_start()
     tag = combine_tag(job, combine)
     before = staged_steps(job)
     if _wait_free(job, WP):
@@ -594,3 +597,4 @@ def combine_pull_kernel(
         if NNP > 1:
             _report_partials(job, combine.placement_ptr, tag, NNP, network)
     end_combine(job, network, staged.LWP, turns.ENGINES)
+    await_previous()

@@ -15,7 +15,8 @@ Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. rec
 Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta. Rows may be copied in bulk,
               as in intranode/dispatch.py.
 Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
-              concurrently with this rank's own push and forward, if those are launched first.
+              concurrently with this rank's own push and forward, if those are launched first, or be launched early, as
+              in intranode/dispatch.py.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
               rows outlive this kernel, so it may run again for the same dispatch, as long as the caller's rows are the
               same.
@@ -41,6 +42,7 @@ from ..device.arrivals import (
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
 from ..device.bulk import close_ring, filled_bytes, open_ring
 from ..device.bulk_arrivals import copy_arrived
+from ..device.early import await_previous
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, num_nodes, state_at
@@ -254,3 +256,4 @@ def compact_rows_kernel(
                 _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
                 done = ready
     close_ring(tile)
+    await_previous()

@@ -27,7 +27,8 @@ Memory order  2 is one system-scope release per program and step, after a block 
               loads of 4 see what 3 acquired.
               Copies precede dispatch_copied_kernel on its stream, so its release covers them.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
-              of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
+              of theirs. It may run concurrently with this rank's own push and forward, if those are launched first;
+              launched early, it starts when all programs of the push have, and ends after them (device/early.py).
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py). Flags and staging
               rows outlive expand, so it may run again for the same dispatch, as long as the caller's rows are the same.
 """
@@ -69,6 +70,7 @@ from ..device.bulk import (
     wait_stored,
 )
 from ..device.bulk_arrivals import copy_arrived
+from ..device.early import await_previous, let_next_start
 from ..device.groups import my_first
 from ..device.host_read import is_held
 from ..device.job import Job, is_local, my_node, num_nodes, state_at
@@ -231,6 +233,7 @@ def dispatch_push_kernel(
     ring: Ring,
 ):
     base = open_ring(ring)
+    let_next_start()
     if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
         return
     step_rows_ptr = step_rows_of(job, placement_ptr)
@@ -547,3 +550,4 @@ def dispatch_expand_kernel(
                 _lay_out(job, out, news, arrivals, None, room.stage_capacity, landing, choices, tile, base)
                 done = ready
     close_ring(tile)
+    await_previous()

@@ -49,7 +49,9 @@ class CDriver:
         """A map that contains the address, to be recognised."""
         return struct.pack("Q", address) + bytes(120)
 
-    def launcher(self, function: int, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
+    def launcher(
+        self, function: int, threads: int, shared: int, params: int, what: str, early: bool
+    ) -> Callable[[int, int], None]:
         """A function that launches the kernel."""
 
         def run(grid: int, stream: int) -> None:

@@ -48,6 +48,7 @@ class NotingDriver:
         self.kinds: tuple[str, ...] = ()
         self.maps = 0
         self.side_by_side: list[bool] = []
+        self.early: list[bool] = []
 
     def load(self, cubin: bytes, what: str) -> int:
         """A handle of the library."""
@@ -64,7 +65,9 @@ class NotingDriver:
         self.maps += 1
         return struct.pack("Q", address) + bytes(120)
 
-    def launcher(self, function: str, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
+    def launcher(
+        self, function: str, threads: int, shared: int, params: int, what: str, early: bool
+    ) -> Callable[[int, int], None]:
         """A function that reads every parameter from its address in the block."""
 
         def run(grid: int, stream: int) -> None:
@@ -75,6 +78,7 @@ class NotingDriver:
                 assert address % (64 if kind == "tensormap" else size) == 0
                 values.append(struct.unpack(CODES[kind], ctypes.string_at(address, size))[0])
             self.launches.append((function, grid, threads, stream, values))
+            self.early.append(early)
 
         return run
 
@@ -173,6 +177,47 @@ def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mo
             launcher.launch(24, **arguments, **{unknown: 1})
 
 
+def test_early_launches(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
+    """Launches of one compiled kernel may be early or not, as their launcher says."""
+    driver.kinds = _KINDS
+    for early in (False, True):
+        launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot, early=early)
+        launcher.launch(24, **_push_arguments())
+    assert driver.early == [False, True] and len(driver.loaded) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_driver_is_told_of_early_launches(early: bool) -> None:
+    """An early launch has the attribute that lets it start before the kernel ahead has ended; sizes are the same."""
+    driver, launched = launch.Driver.__new__(launch.Driver), []
+    names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes", "hStream")
+
+    def launch_plainly(function: str, *given: Any) -> tuple[str]:
+        *sizes, params, extra = given
+        launched.append((function, sizes, params, extra))
+        return ("success",)
+
+    def launch_early(config: SimpleNamespace, function: str, params: int, extra: int) -> tuple[str]:
+        ((attribute,), count) = config.attrs, config.numAttrs
+        assert count == 1 and attribute.id == "early" and attribute.value.programmaticStreamSerializationAllowed == 1
+        launched.append((function, [getattr(config, name) for name in names], params, extra))
+        return ("success",)
+
+    driver._cuda = SimpleNamespace(
+        CUstream=lambda stream: f"stream {stream}",
+        CUlaunchAttribute=SimpleNamespace,
+        CUlaunchAttributeValue=SimpleNamespace,
+        CUlaunchConfig=SimpleNamespace,
+        CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early"),
+        **({"cuLaunchKernelEx": launch_early} if early else {"cuLaunchKernel": launch_plainly}),
+    )
+    driver._success, driver._streams = "success", {}
+    start = driver.launcher("function", 128, 4096, 7, "a kernel", early)
+    for grid, stream in ((24, 5), (25, 6)):
+        start(grid, stream)
+        assert launched[-1] == ("function", [grid, 1, 1, 128, 1, 1, 4096, f"stream {stream}"], 7, 0)
+
+
 def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once per kind of arguments: integers of a group stay run-time values, its pointers are aligned. Triton's
     launch function gets each group as a tuple, and the hooks of profilers if any."""
@@ -201,7 +246,7 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
     for count in (10, 16):
         launcher.launch(24, **arguments | {"num_tokens": count})
     ((source, options),) = compiled
-    assert options["num_warps"] == 16 and preferring == ["function"]
+    assert options["num_warps"] == 16 and not options["launch_pdl"] and preferring == ["function"]
     index = [parameter.name for parameter in _PUSH.parameters].index("job")
     assert source.signature["job"] == Job("*i64", "*i64", *["i32"] * 5)
     assert {path for path in source.attrs if path[0] == index} == {(index, 0), (index, 1)}
@@ -212,6 +257,8 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launcher, "_enter", type("Hooks", (), {"calls": ["a profiler's"]}))
     launcher.launch(24, **arguments)
     assert launches[2][6:9] == ("(24, 1, 1) 77", launcher._enter, launcher._exit)
+    runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound, early=True).launch(24, **arguments)
+    assert compiled[-1][1]["launch_pdl"]
 
 
 def test_a_refusal_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,4 +473,4 @@ def test_statuses_of_the_driver_are_checked(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(AotArchMismatch, match="CUDA_ERROR_NO_BINARY_FOR_GPU"):
         driver.load(b"", "x.cubin")
     with pytest.raises(LaunchError, match="launching 3 programs of k failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.launcher("f", 32, 0, 0, "k")(3, 5)
+        driver.launcher("f", 32, 0, 0, "k", False)(3, 5)

@@ -33,6 +33,15 @@ NARROW = {
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""
 
+EARLY = {
+    "dispatch_push_kernel": ["launch_dependents"],
+    "dispatch_expand_kernel": ["wait"],
+    "compact_rows_kernel": ["wait"],
+    "combine_reduce_kernel": ["launch_dependents"],
+    "combine_pull_kernel": ["wait"],
+}
+"""What kernels have that are launched early, and those ahead of them (kernels/device/early.py)."""
+
 SPILL_LIMIT = 64
 """Bytes per thread. ptxas trades a few registers for occupancy; a spilled tile takes more than this."""
 
@@ -169,6 +178,16 @@ def test_flags_keep_their_memory_order(results: list[dict[str, Any]], kernel: st
         for facts in _of(results, kernel)
         for order, (written, kept) in facts["orders"].items()
         if kept < written
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_that_are_launched_early_wait_before_they_end(results: list[dict[str, Any]], kernel: str) -> None:
+    """Once; and the kernels ahead of them let them start. No other kernel does either."""
+    _report(
+        f"{_name(facts)} has {facts['early']} of griddepcontrol, not {EARLY.get(kernel, [])}"
+        for facts in _of(results, kernel)
+        if facts["early"] != EARLY.get(kernel, [])
     )
 
 

@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 import triton_ep.layer
 from tests.combinations import combinations
-from tests.layer import test_compact, test_dispatch_again, test_errors, test_life, test_overlap, test_scaled
+from tests.layer import (
+    test_compact,
+    test_dispatch_again,
+    test_errors,
+    test_life,
+    test_overlap,
+    test_replays,
+    test_scaled,
+)
 from tests.layer.cases import CASES, Case, check_case, make_layer, workloads
 from tests.patience import limit_after, stopwatch
 from triton_ep import EPAll2AllLayer, PeerFailed, WaitTimeout
@@ -58,16 +66,17 @@ def _counted() -> Iterator[_Sent]:
         yield sent
 
 
-def _by_engines(rank: int, nodes: int, ranks_per_node: int, check: Callable[..., None], *args: Any) -> None:
-    """Run the check of another test with copy engines."""
+def _by_engines(rank: int, nodes: int, ranks_per_node: int, check: Callable[..., Any], *args: Any) -> Any:
+    """The result of another test's check, with copy engines."""
 
     def config(*sizes: Any, **given: Any) -> EPConfig:
         return EPConfig(*sizes, **{**given, "copy_engines": not (given["low_latency"] or given["shared_staging"])})
 
     with _counted() as sent, pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ep.layer, "EPConfig", config)
-        check(rank, nodes, ranks_per_node, *args)
+        found = check(rank, nodes, ranks_per_node, *args)
     assert sent.dispatches > 0
+    return found
 
 
 @pytest.mark.parametrize(
@@ -111,6 +120,16 @@ def test_a_layer_gives_the_same(run_ranks, backend, nodes, ranks_per_node, case)
 def test_other_calls_give_the_same(run_ranks, nodes, ranks_per_node, check, args):
     """Compact rows, with scales, too; rows in the combine buffer; halves of calls; growth of buffers; errors."""
     run_ranks(_by_engines, nodes, ranks_per_node, check, *args)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=pytest.mark.on_gpus)])
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_replays_have_the_same_bits(run_ranks, backend, nodes, ranks_per_node, payload):
+    """A CUDA graph captures the copies: rows and sums of its replays equal those of calls that are checked."""
+    case = test_replays.SHORT if backend == "host" else test_replays.PREFILL
+    sizes = (replace(case, payload=payload), False, 4 if backend == "host" else 200, 0.005)
+    assert sum(run_ranks(_by_engines, nodes, ranks_per_node, test_replays._replay, *sizes)) == 0
 
 
 def _inputs(layer: EPAll2AllLayer, call: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

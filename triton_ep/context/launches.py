@@ -34,18 +34,24 @@ class Launches:
         self._limited_rows = 0, self._identity_rows  # number of rows that are not -1, and their table
 
     def launcher(
-        self, key: tuple[object, ...], plan: Callable[..., Plan], *args: Any, fmt: RowFormat | None = None
+        self,
+        key: tuple[object, ...],
+        plan: Callable[..., Plan],
+        *args: Any,
+        fmt: RowFormat | None = None,
+        early: bool = False,
     ) -> Launcher:
         """The launcher of this key, built at first use from `plan(shape, *args)` of triton_ep/runtime/plans.
 
         fmt: format of the rows that the kernel moves; None: the layer's own format, or the kernel moves no rows.
+        early: as in `Launcher`; the key tells early launches from others.
         """
         rows = self._own if fmt is None else fmt
         found = rows.launchers.get(key)
         if found is None:
             wanted = plan(rows.shape, *args)
             libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
-            found = rows.launchers[key] = Launcher(wanted, self._bound, libs, self._aot)
+            found = rows.launchers[key] = Launcher(wanted, self._bound, libs, self._aot, early=early)
         return found
 
     def extern_libs(self) -> dict[str, str] | None:

@@ -75,7 +75,7 @@ class Landing(ABC, Generic[Received]):
         received: Received,
         placement: torch.Tensor,
         own: OwnRows,
-        side: torch.cuda.Stream | None,
+        beside: dispatch_ops.Beside | None,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
 
@@ -139,10 +139,10 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         received: dispatch_ops.Received,
         placement: torch.Tensor,
         own: OwnRows,
-        side: torch.cuda.Stream | None,
+        beside: dispatch_ops.Beside | None,
     ) -> None:
         """Wait, and copy each row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, own, side)
+        dispatch_ops.receive(ctx, fmt, received, placement, own, beside)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -224,10 +224,10 @@ class Deduplicated(Landing[compact_ops.Compact]):
         received: compact_ops.Compact,
         placement: torch.Tensor,
         own: OwnRows,
-        side: torch.cuda.Stream | None,
+        beside: dispatch_ops.Beside | None,
     ) -> None:
         """Wait, and copy each row to the output as it is."""
-        compact_ops.receive(ctx, fmt, received, placement, own, side)
+        compact_ops.receive(ctx, fmt, received, placement, own, beside)
 
 
 SentExpertMajor: TypeAlias = Sent[dispatch_ops.Received]

@@ -80,15 +80,15 @@ def dispatch(
     own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
     flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
-    side = flight.send()
-    ahead = flight.receive_ahead(side) if reads and not split and not request.refused else None
+    beside = flight.send()
+    ahead = flight.receive_ahead(beside) if reads and not split and not request.refused else None
     if ahead is not None and later:
         made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
         made.settle = partial(_settle, ctx, flight, ahead[1])
     elif reads:
-        made = flight.read_and_receive(ahead, side)
+        made = flight.read_and_receive(ahead, beside)
     else:
-        made = flight.receive(known_arrivals(ctx, request, placement), side)
+        made = flight.receive(known_arrivals(ctx, request, placement), beside)
     if not split:
         ctx.poll_status()
     return made
@@ -97,8 +97,8 @@ def dispatch(
 @reports_failure("dispatch", begun=True)
 def _settle(ctx: DispatchCombineContext, flight: Flight[Received], room: int) -> Sent[Received] | None:
     """Read the counts of a dispatch whose rows were received ahead; receive them again if they did not fit."""
-    arrivals, grown, side = flight.read_counts(None)
-    again = flight.receive(arrivals, side) if grown or arrivals.num_rows > room else None
+    arrivals, grown, beside = flight.read_counts(None)
+    again = flight.receive(arrivals, beside) if grown or arrivals.num_rows > room else None
     ctx.poll_status()
     return again
 
@@ -125,27 +125,27 @@ class Flight(Generic[Received]):
     placement: torch.Tensor
     forward: torch.Tensor | None
 
-    def send(self) -> torch.cuda.Stream | None:
+    def send(self) -> dispatch_ops.Beside | None:
         """Place and send the rows, and forward those of other nodes unless the receiving half is the caller's.
 
-        Returns the stream on which they are received meanwhile, or None.
+        Returns how they are received meanwhile; None: afterwards.
         """
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, self.own)
         if ctx.config.copy_engines:
             copy_engines.send(ctx, fmt, rows, self.own, placement)
             return None
-        side = dispatch_ops.fork(ctx, self.split)
+        beside = dispatch_ops.fork(ctx, self.split)
         network = None
         if not ctx.config.is_intra_node:
             network = dispatch_ops.fork_network(ctx, self.split)
             dispatch_ops.send(ctx, fmt, rows, routing, placement, network)
-        dispatch_ops.push(ctx, fmt, rows, routing, placement, side is not None)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement, beside is not None)
         if self.forward is not None and not self.split:
             self.forward_rows()
         if network is not None:
             ctx.crossing.join()
-        return side
+        return beside
 
     def forward_rows(self) -> None:
         """Push rows that other nodes send on to the ranks of this node."""
@@ -154,13 +154,13 @@ class Flight(Generic[Received]):
             has_weights = self.routing.weights is not None
             dispatch_ops.forward(self.ctx, self.fmt, self.forward, has_weights, reduced, self.placement)
 
-    def receive(self, arrivals: Arrivals, side: torch.cuda.Stream | None) -> Sent[Received]:
+    def receive(self, arrivals: Arrivals, beside: dispatch_ops.Beside | None) -> Sent[Received]:
         """Allocate the results while rows are in flight; launch the receiving half, or leave that to the caller."""
         ctx, landing = self.ctx, self.landing
         received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
         if self.split:
             return self.sent(arrivals, received, partial(self.receive_later, received))
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, beside)
         return self.sent(arrivals, received)
 
     def receive_later(self, received: Received) -> None:
@@ -168,7 +168,7 @@ class Flight(Generic[Received]):
         self.forward_rows()
         self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None)
 
-    def receive_ahead(self, side: torch.cuda.Stream | None) -> tuple[Received, int] | None:
+    def receive_ahead(self, beside: dispatch_ops.Beside | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
 
         Then rows are laid out as they arrive, and the host has less to do when it has read. The kernel does nothing if
@@ -181,25 +181,27 @@ class Flight(Generic[Received]):
             return None
         room = before + before // _AHEAD
         received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.routing.weights is not None)
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, side)
+        landing.receive(ctx, self.fmt, received, self.placement, self.own, beside)
         return received, room
 
-    def read_counts(self, side: torch.cuda.Stream | None) -> tuple[Arrivals, bool, torch.cuda.Stream | None]:
-        """Read the counts. Returns them, whether buffers grew and rows were sent anew, and the stream of `send`."""
+    def read_counts(self, beside: dispatch_ops.Beside | None) -> tuple[Arrivals, bool, dispatch_ops.Beside | None]:
+        """Read the counts. Returns them, whether buffers grew and rows were sent anew, and what `send` returned."""
         ctx, landing = self.ctx, self.landing
         arrivals, grown = init_output_buffer(ctx, self.request, landing, self.placement)
         ctx.note_rows(landing.counts, self.rows.data.shape[0], arrivals.num_rows)
         if not grown:
-            return arrivals, False, side
+            return arrivals, False, beside
         release_held(ctx, self.placement)
         return arrivals, True, self.send()
 
-    def read_and_receive(self, ahead: tuple[Received, int] | None, side: torch.cuda.Stream | None) -> Sent[Received]:
+    def read_and_receive(
+        self, ahead: tuple[Received, int] | None, beside: dispatch_ops.Beside | None
+    ) -> Sent[Received]:
         """Read the counts, and receive the rows unless the room of `receive_ahead` was right: neither too small, nor so
         large that memory is wasted."""
-        arrivals, grown, side = self.read_counts(side if ahead is None else None)  # joined
+        arrivals, grown, beside = self.read_counts(beside if ahead is None else None)  # joined
         if ahead is None or grown or not arrivals.num_rows <= ahead[1] <= MOST_WASTED * arrivals.num_rows:
-            return self.receive(arrivals, side)
+            return self.receive(arrivals, beside)
         return self.sent(arrivals, self.landing.narrow(ahead[0], arrivals))
 
     def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:

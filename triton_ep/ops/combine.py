@@ -44,11 +44,12 @@ def combine(
     of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
-    # On the side stream, later rows are summed while the first sums are pulled. It reads `y` until it is joined.
-    y = _publish(ctx, fmt, y, weights, desc, plan, plan.overlapped)
+    # Later rows are summed while the first sums are pulled. A side stream reads `y` until it is joined.
+    aside = plan.overlapped and not plan.early
+    y = _publish(ctx, fmt, y, weights, desc, plan, aside)
     out = _make_output(ctx, fmt, desc) if out is None else out
     _receive(ctx, fmt, out, weights is not None, desc, plan, biases, split=False)
-    if plan.overlapped:
+    if aside:
         ctx.join()
     return out
 
@@ -98,9 +99,10 @@ def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAll
 
     That `combine` must have had this descriptor and no weights, and must not have been a split-phase call.
 
-    Returns False if the side stream does not read the rows: the caller must then wait for the end of the combine.
+    Returns False if no side stream reads the rows: the caller must then wait for the end of the combine.
     """
-    if not _plan(ctx, fmt, desc, False).overlapped:
+    plan = _plan(ctx, fmt, desc, False)
+    if plan.early or not plan.overlapped:
         return False
     ctx.wait_joined()
     return True
@@ -134,6 +136,9 @@ class _Plan(NamedTuple):
         num_steps: steps in which rows are published.
         turns: steps in which tokens are summed.
         overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.
+        early: for that, the kernel that pulls is launched early, behind the kernel that publishes; otherwise the latter
+            has a stream of its own: where others lie between the two, and in backward passes, whose products wait until
+            rows have been published (`wait_published`).
         by_engines: copy engines send the rows, unless the combine buffer was lent.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
@@ -143,6 +148,7 @@ class _Plan(NamedTuple):
     num_steps: int
     turns: int
     overlapped: bool
+    early: bool
     by_engines: bool
     call: int
 
@@ -163,7 +169,8 @@ def _plan(
     grids: tuple[int, int, int, int, bool] | None = fmt.grids.get(kind)
     if grids is None:
         grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
-    return _Plan(*grids, by_engines, call)
+    early = grids[-1] and ctx.config.is_intra_node and not ctx.backward
+    return _Plan(*grids, early, by_engines, call)
 
 
 def _grids(
@@ -197,10 +204,15 @@ def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_
 
 
 def _puller(
-    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, has_bias: bool = False
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    has_weights: bool,
+    copies: int,
+    has_bias: bool = False,
+    early: bool = False,
 ) -> Launcher:
     kind = (has_weights and not copies, copies > 0, has_bias, int(copies == 1))
-    return ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)
+    return ctx.launcher(("pull", early, *kind), exchange.pull, *kind, fmt=fmt, early=early)
 
 
 def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -222,7 +234,7 @@ def _receive(
     if not ctx.config.is_intra_node:
         aside = fork_network(ctx, split)
         _send_partials(ctx, fmt, has_weights, desc, plan, aside)
-    _pull(ctx, fmt, out, has_weights, desc, plan, biases)
+    _pull(ctx, fmt, out, has_weights, desc, plan, biases, plan.early and not split)
     if aside is not None:
         ctx.crossing.join()
 
@@ -343,13 +355,14 @@ def _pull(
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
+    early: bool,
 ) -> None:
-    """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H]."""
+    """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H]. early: as in `Launcher`."""
     sizes = ctx.sizes
     bias, second = biases[0] if biases else out, biases[-1] if biases else out
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
-    _puller(ctx, fmt, has_weights, copies, bool(biases)).launch(
+    _puller(ctx, fmt, has_weights, copies, bool(biases), early).launch(
         plan.pulling,
         out_ptr=out,
         bias_ptr=bias,

@@ -10,6 +10,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
+from triton_ep.ops.dispatch import Beside
 from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.tuning import as_words, expanding_programs, forwarding_programs, pushing_programs
 from triton_ep.runtime.plans import compact as plans
@@ -67,21 +68,23 @@ def receive(
     received: Compact,
     placement: torch.Tensor,
     own: OwnRows,
-    side: torch.cuda.Stream | None,
+    beside: Beside | None,
 ) -> None:
     """Copy the rows out as they arrive.
 
     own: as for `routing.place`.
-    side: from `ops.dispatch.fork` before the push, so that the first rows are copied while the last are in transit.
+    beside: from `ops.dispatch.fork` before the push, so that the first rows are copied while the last are in transit.
     """
     cfg, has_scales = ctx.config, received.scale is not None
     row_bytes = fmt.hidden * received.x.element_size()
     words = as_words(received.x, row_bytes, received.scale)
     row_words = row_bytes // words.element_size()
     kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
-    launcher = ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)
+    stream = None if beside is None else beside.stream
+    early = beside is not None and stream is None
+    launcher = ctx.launcher(("compact", early, *kind), plans.copy_out, *kind, fmt=fmt, early=early)
     launcher.launch(
-        expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
+        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if received.scale is None else received.scale,
         recv_idx_ptr=placement if received.topk_idx is None else received.topk_idx,
@@ -92,11 +95,11 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
+        num_senders=pushing_programs(ctx, fmt, beside is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
-        stream=side,
+        stream=stream,
     )
-    if side is not None:
+    if stream is not None:
         ctx.join()
 
 

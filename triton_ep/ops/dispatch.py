@@ -208,12 +208,29 @@ def _landing_of(rows: Rows) -> int:
     return LANDING_ROW if rows.scale.dtype == torch.float32 else LANDING_MX
 
 
-def fork(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream | None:
-    """Stream on which `receive` overlaps the kernels launched next; None if it runs after them.
+class Beside(NamedTuple):
+    """How `receive` overlaps the kernels that send rows.
 
+    Attributes:
+        stream: the stream of its kernel, joined after it. None: the current one, where this kernel is launched early:
+            it starts when the push, the kernel ahead of it, has started.
+    """
+
+    stream: torch.cuda.Stream | None
+
+
+_BEHIND_PUSH = Beside(None)
+
+
+def fork(ctx: DispatchCombineContext, split: bool) -> Beside | None:
+    """How `receive` overlaps the kernels launched next; None: it runs after them.
+
+    With several nodes there are others behind the push, so it has a stream of its own.
     split: the caller decides when rows are received.
     """
-    return ctx.fork() if not split and overlaps(ctx.config, ctx.device) else None
+    if split or not overlaps(ctx.config, ctx.device):
+        return None
+    return _BEHIND_PUSH if ctx.config.is_intra_node else Beside(ctx.fork())
 
 
 def fork_network(ctx: DispatchCombineContext, split: bool) -> torch.cuda.Stream | None:
@@ -231,12 +248,12 @@ def receive(
     received: Received,
     placement: torch.Tensor,
     own: OwnRows,
-    side: torch.cuda.Stream | None,
+    beside: Beside | None,
 ) -> None:
     """Lay the rows out expert by expert as they arrive.
 
     own: as for `routing.place`.
-    side: from `fork` before the push, so that the first rows are laid out while the last are in transit.
+    beside: from `fork` before the push, so that the first rows are laid out while the last are in transit.
     """
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
@@ -250,9 +267,11 @@ def receive(
         words = as_words(recv_x, row_bytes, recv_scale)
         row_words = row_bytes // words.element_size()
     kind = (landing, weights is not None, copy_rows is not None, row_words)
-    launcher = ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)
+    stream = None if beside is None else beside.stream
+    early = beside is not None and stream is None
+    launcher = ctx.launcher(("expand", early, *kind), exchange.expand, *kind, fmt=fmt, early=early)
     launcher.launch(
-        expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
+        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
@@ -264,9 +283,9 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=pushing_programs(ctx, fmt, side is not None).flags,
+        num_senders=pushing_programs(ctx, fmt, beside is not None).flags,
         num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
-        stream=side,
+        stream=stream,
     )
-    if side is not None:
+    if stream is not None:
         ctx.join()

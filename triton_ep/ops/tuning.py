@@ -260,7 +260,7 @@ def half_of(multiprocessors: int, program: Program) -> int:
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
-    """True if local work of a layer overlaps its exchange, on the side stream."""
+    """True if local work of a layer overlaps its exchange: its kernel is launched early, or has a side stream."""
     if INTERPRETING or config.max_tokens < OVERLAPPED_TOKENS:
         return False
     if config.sm_budget is not None:

@@ -53,16 +53,27 @@ class Kernel:
         addresses = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
         self._kept = memory, addresses
         pack, start = struct.Struct(layout).pack_into, base - ctypes.addressof(memory)
-        launch = driver.launcher(function, entry.threads, entry.shared, ctypes.addressof(addresses), entry.symbol)
         lock = threading.Lock()
 
-        # A closure saves attribute look-ups at every launch.
-        def run(grid: int, stream: int, values: Sequence[Any]) -> None:
-            with lock:
-                pack(memory, start, *values, 0, 0)
-                launch(grid, stream)
+        def runner(early: bool) -> Callable[[int, int, Sequence[Any]], None]:
+            launch = driver.launcher(
+                function, entry.threads, entry.shared, ctypes.addressof(addresses), entry.symbol, early
+            )
 
-        self.run = run
+            # A closure saves attribute look-ups at every launch.
+            def run(grid: int, stream: int, values: Sequence[Any]) -> None:
+                with lock:
+                    pack(memory, start, *values, 0, 0)
+                    launch(grid, stream)
+
+            return run
+
+        self.run, self._runner = runner(False), runner
+
+    @functools.cached_property
+    def run_early(self) -> Callable[[int, int, Sequence[Any]], None]:
+        """As `run`, but the kernel is launched early (`Launcher`)."""
+        return self._runner(True)
 
     def describe(self, number: int, boxes: Any) -> list[Any]:
         """Parameters of the kernel's tensor descriptor with this number."""

@@ -78,27 +78,54 @@ class Driver:
             prefer_shared_memory(int(function))
         return function
 
-    def launcher(self, function: Any, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
-        """A function that launches a kernel, given the number of programs and the address of a stream.
+    def launcher(
+        self, function: Any, threads: int, shared: int, params: int, what: str, early: bool
+    ) -> Callable[[int, int], None]:
+        """A function that launches a kernel, given the number of programs and the address of a stream. One thread at a
+        time may call it.
 
-        params: address of an array of parameter addresses.
+        params: address of an array of parameter addresses. early: as in `Launcher`.
         """
-        launch, success, streams = self._cuda.cuLaunchKernel, self._success, self._streams
+        success, streams = self._success, self._streams
+        launch = self._early_launch(function, threads, shared, params) if early else None
+        if launch is None:
+            start = self._cuda.cuLaunchKernel
+
+            def launch(grid: int, handle: Any) -> Any:
+                return start(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
 
         def run(grid: int, stream: int) -> None:
             handle = streams.get(stream)
             if handle is None:
                 handle = streams[stream] = self._cuda.CUstream(stream)
-            (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+            (status,) = launch(grid, handle)
             if status is success or status == success:
                 return
             if status.name == _NO_CONTEXT:
                 # torch has not used this thread yet.
                 self._make_current()
-                (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+                (status,) = launch(grid, handle)
             self._check(status, f"launching {grid} programs of {what}")
 
         return run
+
+    def _early_launch(self, function: Any, threads: int, shared: int, params: int) -> Callable[[int, Any], Any]:
+        """Call of the driver that launches a kernel early, given the number of programs and a CUstream."""
+        cuda, launch = self._cuda, self._cuda.cuLaunchKernelEx
+        attribute, value = cuda.CUlaunchAttribute(), cuda.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config = cuda.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = threads, shared
+        config.attrs, config.numAttrs = [attribute], 1
+
+        def start(grid: int, handle: Any) -> Any:
+            config.gridDimX, config.hStream = grid, handle
+            return launch(config, function, params, 0)
+
+        return start
 
     def tensor_map(self, address: int, element: int, size: int, box: Sequence[int], shape: Sequence[int],
                    strides: Sequence[int], swizzle: int) -> bytes:  # fmt: skip

@@ -210,6 +210,7 @@ class Launcher:
         extern_libs: name and path of device bitcode, for variants that call NVSHMEM, or a function that returns them.
         aot: library to take the kernel from; None: the JIT, or the interpreter.
         any_arguments: callers choose all dtypes and sizes, so the kind contains all of them, not only the open ones.
+        early: the kernel may start before the kernel ahead on its stream has ended (kernels/device/early.py).
 
     Attributes:
         declared: upper bound of the resources of a program, from plan and kernel: the same on all ranks.
@@ -243,8 +244,9 @@ class Launcher:
         extern_libs: ExternLibs = None,
         aot: Aot | None = None,
         any_arguments: bool = False,
+        early: bool = False,
     ) -> None:
-        self.plan, self._any_arguments = plan, any_arguments
+        self.plan, self._any_arguments, self._early = plan, any_arguments, early
         self._extern_libs = extern_libs
         self._compiled: dict[Any, Start] = {}
         self._told: dict[Any, Callable[..., Any]] = {}
@@ -414,7 +416,7 @@ class Launcher:
 
         from triton_ep.runtime.compiler import options_of, source_of
 
-        options = options_of(self.spec, request) | {"debug": knobs.runtime.debug}
+        options = options_of(self.spec, request) | {"debug": knobs.runtime.debug, "launch_pdl": self._early}
         libs = self._extern_libs() if callable(self._extern_libs) else self._extern_libs
         if libs:
             options["extern_libs"] = dict(libs)
@@ -451,7 +453,7 @@ class Launcher:
                 number += 1
             elif name not in request.ones:
                 passed.append(name)
-        names = {"run": kernel.run, "describe": kernel.describe}
+        names = {"run": kernel.run_early if self._early else kernel.run, "describe": kernel.describe}
         return self._written_out(f"run(grid, where, [{', '.join(passed)}])", names)
 
     def _written_out(self, call: str, names: Mapping[str, Any]) -> Start:
