@@ -16,7 +16,8 @@ Layout        device/tables.py. A *column* is an expert, a rank or a node, in th
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
               engines send the rows: where they lie.
-              If a wait has expired, the last program says so to all ranks before copies start (device/overruns.py).
+              If copy engines send the rows, the last program raises the flag that they send after them
+              (device/arrivals.py); if a wait has expired, it says so to all ranks instead (device/overruns.py).
 Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
               starts after this kernel, cover its stores to stage_meta.
 Progress      No program waits.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import push_meta, push_sources
+from ..device.arrivals import push_meta, push_sources, raise_for_copies
 from ..device.buffers import STAGE_X, STATUS, address_of
 from ..device.host_read import is_held
 from ..device.job import (
@@ -309,6 +310,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         KP: top-k. LWP: ranks of a node. NNP: nodes. EP: local experts.
+        SENDERS: arrival flags of a rank.
         BLOCK_T: tokens of a chunk.
     """
 
@@ -316,6 +318,7 @@ class Sizes(NamedTuple):
     LWP: tl.constexpr
     NNP: tl.constexpr
     EP: tl.constexpr
+    SENDERS: tl.constexpr
     BLOCK_T: tl.constexpr
 
 
@@ -356,6 +359,8 @@ def routing_slots_kernel(
         if arrivals.ENGINES:
             if failed:  # the copies that follow cannot be held back
                 post_overrun(job, sizes.LWP)
+            if nothing == 0:
+                raise_for_copies(job, sizes.SENDERS)
     if nothing | (tl.program_id(0) == num_chunks):
         return
     valid = expert >= 0

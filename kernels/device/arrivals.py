@@ -13,7 +13,8 @@ of 8 and 40 rows, the flag is (8 + 3) << 32 | 40; after the last step it is (8 +
 
 If copy engines send the rows (`ENGINES`), they send all rows of a rank as they are: `stage_x` holds the row of token t
 of rank r as number r * max_tokens + t, and `stage_source` [W * max_tokens] int32 says for each staging row which
-number that is. There is one step and one flag.
+number that is. There is one step and one flag, which this rank raises for itself before the copies start, and copy
+engines send to the others after the rows.
 """
 
 from typing import Any, NamedTuple
@@ -163,6 +164,13 @@ def release_arrivals(
     # Who waits acquires the first flag, too, so a release of the others would order nothing more.
     for flag in range(tl.program_id(0) + tl.num_programs(0), senders.num_flags, tl.num_programs(0)):
         tl.atomic_xchg(flag_ptrs + flag, value, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def raise_for_copies(job, SENDERS: tl.constexpr):
+    """Raise the own arrive_flag for all rows: copy engines send it to the other ranks after the rows."""
+    flag_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64) + rank_of(job, my_node(job), local_rank(job)) * SENDERS
+    tl.store(flag_ptr, (arrival_steps(job) + STEPS) << 32 | ALL_ROWS)
 
 
 @triton.jit

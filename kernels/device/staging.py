@@ -62,6 +62,15 @@ def release_staged(job, before, steps, tag, stagers):
 
 
 @triton.jit
+def raise_for_copies(job, tag, num_flags, stagers):
+    """Raise this rank's own staged flags for all steps: copy engines send them to the other ranks after the rows."""
+    program = tl.arange(0, stagers.MAX_PROGRAMS)
+    flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + local_rank(job) * stagers.MAX_PROGRAMS + program
+    value = (staged_steps(job) + STEPS) << TAG_BITS | tag
+    tl.store(flag_ptrs, tl.zeros([stagers.MAX_PROGRAMS], tl.int64) + value, mask=program < num_flags)
+
+
+@triton.jit
 def wait_staged(job, staged, steps, tag):
     """Wait until every rank of this node has staged `steps` steps of this combine. Returns whether all have, and
     whether a rank is in another combine.

@@ -79,6 +79,7 @@ from ..device.staging import (
     Staged,
     Stagers,
     end_combine,
+    raise_for_copies,
     release_staged,
     report_staged,
     staged_part,
@@ -199,9 +200,18 @@ def combine_free_kernel(job: Job, WP: tl.constexpr):
 
 
 @ep_kernel(num_warps=1)
-def combine_begin_kernel(job: Job, WP: tl.constexpr, LWP: tl.constexpr):
-    if _wait_free(job, WP) == 0:  # the copies that follow cannot be held back
-        post_overrun(job, LWP)
+def combine_begin_kernel(
+    combine: Combine,
+    job: Job,
+    num_flags,  # staged flags of this rank
+    WP: tl.constexpr,
+    stagers: Stagers,
+):
+    tag = combine_tag(job, combine)
+    if _wait_free(job, WP):
+        raise_for_copies(job, tag, num_flags, stagers)
+    else:  # the copies that follow cannot be held back
+        post_overrun(job, stagers.LWP)
 
 
 @ep_kernel(num_warps=1)

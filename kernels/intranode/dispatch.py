@@ -6,8 +6,8 @@ Protocol      1 push, in steps of consecutive tokens: store x[token] at its addr
               rank sends to itself may have no address
               2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node;
               with fewer programs than flags, further ones, too
-              (copy engines may do step 1, with all rows of a rank, whoever gets them; dispatch_copied_kernel then does
-              step 2, once, and stage_source of the destinations says where the rows lie: device/arrivals.py)
+              (copy engines may do step 1, with all rows of a rank, whoever gets them, and step 2, once; stage_source of
+              the destinations then says where the rows lie: device/arrivals.py)
               3 expand: lay out the own rows from where the caller has them, unless they are pushed, too (OwnRows in
               device/arrivals.py); then wait until all programs of all local ranks have finished the next step; after
               their last step, with several nodes, wait likewise for the steps of the forward kernels
@@ -25,7 +25,7 @@ Memory order  2 is one system-scope release per program and step, after a block 
               bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs). Rows may be copied in bulk
               (device/bulk.py): each thread that started such stores waits for their end before 2, and a fence lets the
               loads of 4 see what 3 acquired.
-              Copies precede dispatch_copied_kernel on its stream, so its release covers them.
+              Copy engines copy the flag after the rows, on the same stream.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first;
               launched early, it starts when all programs of the push have, and ends after them (device/early.py).
@@ -260,17 +260,6 @@ def dispatch_push_kernel(
         counts = tl.load(step_rows_ptr + next_part * job.ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
         release_arrivals(job, reached, counts, my_node(job), senders)
-
-
-@ep_kernel(num_warps=1)
-def dispatch_copied_kernel(
-    placement_ptr,  # device/tables.py
-    job: Job,
-    senders: Senders,
-):
-    if (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0):
-        all_rows = tl.full([senders.LWP], ALL_ROWS, tl.int32)
-        release_arrivals(job, STEPS, all_rows, my_node(job), senders)
 
 
 @triton.jit

@@ -133,7 +133,7 @@ class Flight(Generic[Received]):
         ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
         routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, self.own)
         if ctx.config.copy_engines:
-            copy_engines.send(ctx, fmt, rows, self.own, placement)
+            copy_engines.send(ctx, fmt, rows, self.own)
             return None
         beside = dispatch_ops.fork(ctx, self.split)
         network = None

@@ -268,8 +268,7 @@ def _publish(
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
         if plan.by_engines and not lent:
-            copy_engines.send_compact(ctx, fmt, y, desc)
-            _tell_published(ctx, desc, plan)
+            copy_engines.send_compact(ctx, fmt, y, desc, plan.programs, plan.call)
             return y
         side = ctx.fork() if aside else None
         _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(

@@ -19,6 +19,8 @@ from triton_ep.ops.routing import OwnRows
 from triton_ep.runtime.copies import copy_bytes
 from triton_ep.runtime.plans import exchange
 
+_FLAG_BYTES = 8
+
 
 def packed(fmt: RowFormat, x: Rows) -> Rows:
     """Rows [T, wire bytes] uint8 as they travel, in one piece, of rows with or without scales."""
@@ -31,9 +33,9 @@ def packed(fmt: RowFormat, x: Rows) -> Rows:
     return Rows(rows)
 
 
-def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows, placement: torch.Tensor) -> None:
-    """Copy all rows of this rank to the staging buffers of the others, and tell them; to its own one, too, unless its
-    rows are laid out from where they are.
+def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows) -> None:
+    """Copy all rows of this rank to the staging buffers of the others, then the flag that says so; the rows to its own
+    one, too, unless they are laid out from where they are.
 
     rows: from `packed`.
     """
@@ -42,7 +44,7 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows, 
     for rank in _targets(cfg.rank, cfg.world_size, own.in_place):
         dest = ctx.memory.address_at("stage_x", rank) + cfg.rank * cfg.max_tokens * fmt.wire_bytes
         copy_bytes(dest, source, nbytes, stream)
-    ctx.launcher(("copied",), exchange.copied, fmt=fmt).launch(1, placement_ptr=placement, num_flags=1)
+    _send_flags(ctx, "arrive_flag", cfg.rank * fmt.shape.senders, 1)
 
 
 def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, changed: bool) -> bool:
@@ -54,17 +56,32 @@ def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllL
     return desc.compact and desc.host_arrivals is not None and fmt is ctx.rows.own and not changed
 
 
-def send_compact(ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
-    """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are; before, wait until all
-    ranks have ended the previous combine."""
+def send_compact(
+    ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc, num_flags: int, call: int
+) -> None:
+    """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are, then the flags that say
+    so; before, wait until all ranks have ended the previous combine.
+
+    num_flags: of this rank. call: COMBINE_* (kernels/device/codes.py).
+    """
     assert desc.host_arrivals is not None, "`sends_compact` has checked it"
     cfg, counts, row_bytes, stream = ctx.config, desc.host_arrivals, fmt.payload_bytes, _stream(ctx)
     ends = list(accumulate(counts))
-    ctx.launcher(("begin",), exchange.begin).launch(1)
+    ctx.launcher(("begin",), exchange.begin).launch(1, placement_ptr=desc.placement, call=call, num_flags=num_flags)
     for rank in _targets(cfg.rank, cfg.world_size, False):
         dest = ctx.memory.address_at("dispatch_output_buf", rank) + cfg.rank * cfg.max_tokens * row_bytes
         source = y.data_ptr() + (ends[rank] - counts[rank]) * row_bytes
         copy_bytes(dest, source, counts[rank] * row_bytes, stream)
+    _send_flags(ctx, "staged_flag", cfg.rank * fmt.shape.max_programs, num_flags)
+
+
+def _send_flags(ctx: DispatchCombineContext, name: str, first: int, number: int) -> None:
+    """Copy flags of this rank, raised by a kernel in its own memory, to the other ranks. A kernel that raised them
+    there would wait for room next to other kernels."""
+    cfg, stream = ctx.config, _stream(ctx)
+    source = ctx.memory.address_at(name, cfg.rank) + first * _FLAG_BYTES
+    for rank in _targets(cfg.rank, cfg.world_size, True):
+        copy_bytes(ctx.memory.address_at(name, rank) + first * _FLAG_BYTES, source, number * _FLAG_BYTES, stream)
 
 
 def _targets(rank: int, num_ranks: int, without_own: int | bool) -> list[int]:

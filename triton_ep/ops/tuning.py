@@ -92,7 +92,7 @@ def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bo
 
 
 def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> Pushing:
-    if ctx.config.copy_engines:  # one program raises one flag (kernels/intranode/dispatch.py, dispatch_copied_kernel)
+    if ctx.config.copy_engines:  # they send one flag after the rows (ops/copy_engines.py)
         return Pushing(1, 1, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):

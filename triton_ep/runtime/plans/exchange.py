@@ -102,7 +102,7 @@ def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
         "HAS_WEIGHTS": has_weights,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
-        **s.common("TOPK", "KP", "LWP", "NNP", "ENGINES"),
+        **s.common("TOPK", "KP", "LWP", "NNP", "SENDERS", "ENGINES"),
     }
     return Plan("routing_slots_kernel", constexprs)
 
@@ -177,11 +177,6 @@ def push(s: Shape, payload: int, row_words: int, spread: bool = False, aligned: 
         tile, warps = s.tile(row_words, words, words) | {"ROWS": 1}, 4
     options = {"num_warps": warps, "maxnreg": _PUSH_REGISTERS} | options
     return Plan("dispatch_push_kernel", constexprs | tile | NO_RING | rows, **options, side_by_side=s.copies_ahead)
-
-
-def copied(s: Shape) -> Plan:
-    """Report that copy engines have sent the rows."""
-    return Plan("dispatch_copied_kernel", s.common("LWP", "SENDERS"))
 
 
 def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
@@ -383,7 +378,7 @@ def publish(s: Shape) -> Plan:
 
 def begin(s: Shape) -> Plan:
     """Wait until no rank reads the combine buffer, before copies that start in any case."""
-    return Plan("combine_begin_kernel", s.common("WP", "LWP"))
+    return Plan("combine_begin_kernel", s.common("WP", "LWP", "MAX_PROGRAMS"))
 
 
 def free(s: Shape) -> Plan:

@@ -167,8 +167,6 @@ def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[Ker
         types, numbers, row_words = _words(row_bytes, "x_ptr")
         for spread in () if s.copy_engines else (False, True)[: 1 + s.spreads]:
             yield KernelRequest.of(exchange.push(s, payload, row_words, spread), types, numbers)
-        if s.copy_engines:
-            yield KernelRequest.of(exchange.copied(s))
         for weights in uses.weights if s.num_nodes > 1 else ():
             yield KernelRequest.of(exchange.send(s, payload, row_words, weights), types, numbers)
     row_bytes = s.payload_bytes if s.payload is None else s.hidden
@@ -257,7 +255,6 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
         yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.free(s))
     elif s.copy_engines:
-        yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.begin(s))
 
 
