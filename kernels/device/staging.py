@@ -62,12 +62,11 @@ def release_staged(job, before, steps, tag, stagers):
 
 
 @triton.jit
-def raise_for_copies(job, tag, num_flags, stagers):
+def raise_for_copies(job, tag, stagers):
     """Raise this rank's own staged flags for all steps: copy engines send them to the other ranks after the rows."""
-    program = tl.arange(0, stagers.MAX_PROGRAMS)
-    flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + local_rank(job) * stagers.MAX_PROGRAMS + program
+    flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + local_rank(job) * stagers.MAX_PROGRAMS
     value = (staged_steps(job) + STEPS) << TAG_BITS | tag
-    tl.store(flag_ptrs, tl.zeros([stagers.MAX_PROGRAMS], tl.int64) + value, mask=program < num_flags)
+    tl.store(flag_ptrs + tl.arange(0, stagers.MAX_PROGRAMS), tl.zeros([stagers.MAX_PROGRAMS], tl.int64) + value)
 
 
 @triton.jit

@@ -203,13 +203,12 @@ def combine_free_kernel(job: Job, WP: tl.constexpr):
 def combine_begin_kernel(
     combine: Combine,
     job: Job,
-    num_flags,  # staged flags of this rank
     WP: tl.constexpr,
     stagers: Stagers,
 ):
     tag = combine_tag(job, combine)
     if _wait_free(job, WP):
-        raise_for_copies(job, tag, num_flags, stagers)
+        raise_for_copies(job, tag, stagers)
     else:  # the copies that follow cannot be held back
         post_overrun(job, stagers.LWP)
 

@@ -67,7 +67,7 @@ def send_compact(
     assert desc.host_arrivals is not None, "`sends_compact` has checked it"
     cfg, counts, row_bytes, stream = ctx.config, desc.host_arrivals, fmt.payload_bytes, _stream(ctx)
     ends = list(accumulate(counts))
-    ctx.launcher(("begin",), exchange.begin).launch(1, placement_ptr=desc.placement, call=call, num_flags=num_flags)
+    ctx.launcher(("begin",), exchange.begin).launch(1, placement_ptr=desc.placement, call=call)
     for rank in _targets(cfg.rank, cfg.world_size, False):
         dest = ctx.memory.address_at("dispatch_output_buf", rank) + cfg.rank * cfg.max_tokens * row_bytes
         source = y.data_ptr() + (ends[rank] - counts[rank]) * row_bytes
