@@ -178,7 +178,7 @@ else:
         return f"mov.u32 $0, 0; cp.async.bulk.wait_group.read {rows};"
 
     @triton.jit
-    def _run(ASM: tl.constexpr):
+    def run_assembly(ASM: tl.constexpr):
         """Run assembly without operands in each thread."""
         none = tl.full([], 0, tl.int32)
         tl.inline_asm_elementwise(ASM, "=r,r", [none], dtype=tl.int32, is_pure=False, pack=1)
@@ -206,7 +206,7 @@ else:
     def close_ring(ring):
         """Wait until all rows of a ring that has slots have been stored: its memory ends with the program."""
         if ring.SLOTS > 0:
-            _run("mov.u32 $0, 0; cp.async.bulk.wait_group 0;")
+            run_assembly("mov.u32 $0, 0; cp.async.bulk.wait_group 0;")
 
     @triton.jit
     def load_row(ring, base, n, source, scales, APART: tl.constexpr, here):
@@ -235,15 +235,15 @@ else:
     @triton.jit
     def end_row():
         """All stores of a row have been started."""
-        _run("mov.u32 $0, 0; cp.async.bulk.commit_group;")
+        run_assembly("mov.u32 $0, 0; cp.async.bulk.commit_group;")
 
     @triton.jit
     def wait_left(ROWS: tl.constexpr):
         """Wait until all rows but the last `ROWS` have left their slots."""
-        _run(_wait_left(ROWS))
+        run_assembly(_wait_left(ROWS))
         tl.debug_barrier()
 
     @triton.jit
     def wait_stored():
         """Wait until all rows have been stored, so that a release covers them."""
-        _run("mov.u32 $0, 0; cp.async.bulk.wait_group 0; fence.proxy.async;")
+        run_assembly("mov.u32 $0, 0; cp.async.bulk.wait_group 0; fence.proxy.async;")

@@ -13,7 +13,6 @@ Interpreted kernels run one after the other: both functions do nothing.
 """
 
 import triton
-import triton.language as tl
 
 from .spin import INTERPRET
 
@@ -28,18 +27,14 @@ if INTERPRET.value:
         """Nothing."""
 
 else:
-
-    @triton.jit
-    def _run(ASM: tl.constexpr):
-        """Run assembly without operands in each thread."""
-        tl.inline_asm_elementwise(ASM, "=r,r", [tl.full([], 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+    from .bulk import run_assembly
 
     @triton.jit
     def let_next_start():
         """Let the next kernel on the stream start, if it is launched early."""
-        _run("mov.u32 $0, 0; griddepcontrol.launch_dependents;")
+        run_assembly("mov.u32 $0, 0; griddepcontrol.launch_dependents;")
 
     @triton.jit
     def await_previous():
         """Wait until the kernel ahead on the stream has ended; return at once if this one was not launched early."""
-        _run("mov.u32 $0, 0; griddepcontrol.wait;")
+        run_assembly("mov.u32 $0, 0; griddepcontrol.wait;")

@@ -12,7 +12,8 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3; or copy engines
-              do step 2, after combine_begin, which is step 1 and says so if it waited in vain: device/overruns.py)
+              do steps 2 and 3, after combine_begin, which is step 1, raises the own flags, which they send after the
+              rows, or says that it waited in vain: device/overruns.py)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next

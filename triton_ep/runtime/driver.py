@@ -86,31 +86,26 @@ class Driver:
 
         params: address of an array of parameter addresses. early: as in `Launcher`.
         """
+        launch = self._early_launch(threads, shared) if early else self._cuda.cuLaunchKernel
         success, streams = self._success, self._streams
-        launch = self._early_launch(function, threads, shared, params) if early else None
-        if launch is None:
-            start = self._cuda.cuLaunchKernel
-
-            def launch(grid: int, handle: Any) -> Any:
-                return start(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
 
         def run(grid: int, stream: int) -> None:
             handle = streams.get(stream)
             if handle is None:
                 handle = streams[stream] = self._cuda.CUstream(stream)
-            (status,) = launch(grid, handle)
+            (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
             if status is success or status == success:
                 return
             if status.name == _NO_CONTEXT:
                 # torch has not used this thread yet.
                 self._make_current()
-                (status,) = launch(grid, handle)
+                (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
             self._check(status, f"launching {grid} programs of {what}")
 
         return run
 
-    def _early_launch(self, function: Any, threads: int, shared: int, params: int) -> Callable[[int, Any], Any]:
-        """Call of the driver that launches a kernel early, given the number of programs and a CUstream."""
+    def _early_launch(self, threads: int, shared: int) -> Callable[..., Any]:
+        """`cuLaunchKernel` for early launches of a kernel. It takes the same arguments; sizes of programs are these."""
         cuda, launch = self._cuda, self._cuda.cuLaunchKernelEx
         attribute, value = cuda.CUlaunchAttribute(), cuda.CUlaunchAttributeValue()
         value.programmaticStreamSerializationAllowed = 1
@@ -121,9 +116,10 @@ class Driver:
         config.blockDimX, config.sharedMemBytes = threads, shared
         config.attrs, config.numAttrs = [attribute], 1
 
-        def start(grid: int, handle: Any) -> Any:
+        def start(function: Any, grid: int, *given: Any) -> Any:
+            *_, handle, params, extra = given
             config.gridDimX, config.hStream = grid, handle
-            return launch(config, function, params, 0)
+            return launch(config, function, params, extra)
 
         return start
 
