@@ -113,10 +113,15 @@ def own_buffer(job, BUFFER: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def buffer_ptrs(job, BUFFER: tl.constexpr, peers, mask, DTYPE: tl.constexpr):
-    """Pointers to the instances of a buffer at several ranks [block of ranks].
+    """Pointers to the instances of a buffer at several ranks [block of ranks]."""
+    return pointers_at(tl.load(table_ptrs(job, BUFFER, peers), mask=mask, other=0), DTYPE)
+
+
+@triton.jit
+def pointers_at(addr, DTYPE: tl.constexpr):
+    """Pointers to addresses from the tables, int64.
 
     The compiler knows no alignment of an address read from a table: without this hint, accesses compile to 2 bytes
     each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.
     """
-    addr = tl.load(table_ptrs(job, BUFFER, peers), mask=mask, other=0)
     return tl.multiple_of(addr.to(tl.pointer_type(DTYPE)), 16)

@@ -51,6 +51,7 @@ from ..device.buffers import (
     table_ptrs,
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
+from ..device.early import await_previous, let_next_start
 from ..device.job import Job, in_one_node, is_rank, state_at
 from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_after, rank_bits, turn_of
 from ..device.payload import Choices, RowTile
@@ -237,6 +238,10 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
     token = quotient(item, job.num_ranks)
     source = rank_after(job, job.rank + item - token * job.num_ranks)
     arrival = tl.where(alive, source * job.max_tokens + token, 0)
+    ELEMENT: tl.constexpr = outputs.y_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16
+    # Also for rows that have not come: the addresses then do not wait for the copies.
+    dest = buffer_ptrs(job, LL_COMBINE, source, alive, BITS)
     copy_ptrs = outputs.copy_rows_ptr + arrival * choices.TOPK
     copies = _copies_of(copy_ptrs, alive, choices.TOPK)
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
@@ -262,10 +267,7 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
             if k + 1 < choices.TOPK:
                 second = _load_copy(outputs, copies[k + 1], column, in_row, hidden)
                 acc += _weighted(second, outputs, copies[k + 1], bits, k + 1, outputs.WEIGHTS)
-    ELEMENT: tl.constexpr = outputs.y_ptr.dtype.element_ty
-    BITS: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16
     SIGN: tl.constexpr = -(1 << (ELEMENT.primitive_bitwidth - 1))
-    dest = buffer_ptrs(job, LL_COMBINE, source, came, BITS)
     dest += ((first_of_half(job, epoch) + job.rank) * job.max_tokens + token).to(tl.int64) * hidden
     sign = tl.full(acc.shape, SIGN, BITS)
     bits = acc.to(ELEMENT).to(BITS, bitcast=True) ^ sign
@@ -282,10 +284,15 @@ def _reduce(job, epoch, placement_ptr, worker, workers, outputs, hidden, choices
     tokens = tl.load(report_ptrs(placement_ptr, ranks, REPORT_TOKENS), mask=is_rank(job, ranks), other=0)
     # At most max_tokens even after a dispatch that failed, and wrote no report.
     groups = tl.cdiv(job.num_ranks * tl.minimum(tl.max(tokens), job.max_tokens), tile.ROWS)
-    for number in range(worker, groups * tile.TILES, workers):
+    # The first item does not wait for the numbers of tokens: rows that no token has filled have no copies.
+    number = worker
+    more = worker < tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES
+    while more:
         # The rows of a group lie far apart, so that groups are alike if there are few tokens.
         item = number // tile.TILES + tl.arange(0, tile.ROWS) * groups
         _reduce_item(job, epoch, healthy, item, number % tile.TILES, outputs, hidden, choices, WP, tile)
+        number += workers
+        more = number < groups * tile.TILES
 
 
 @triton.jit
@@ -401,7 +408,8 @@ def _sum(job, epoch, worker, workers, results, hidden, ROWS: tl.constexpr, choic
     sums_ptr = own_buffer(job, LL_COMBINE, WORD) + (first_of_half(job, epoch) * job.max_tokens).to(tl.int64) * row_words
     stride = job.max_tokens.to(tl.int64) * row_words
     ks = tl.arange(0, choices.KP)[None, :]
-    for item in range(worker, tl.cdiv(results.num_tokens, ROWS) * sum_tile.PARTS, workers):
+    items = tl.cdiv(results.num_tokens, ROWS) * sum_tile.PARTS
+    for item in range(worker, items, workers):
         token = item // sum_tile.PARTS * ROWS + tl.arange(0, ROWS)
         alive = token < results.num_tokens
         ids = tl.load(
@@ -416,6 +424,8 @@ def _sum(job, epoch, worker, workers, results, hidden, ROWS: tl.constexpr, choic
         row = token.to(tl.int64)[:, None]
         ptrs = sums_ptr + row * row_words + part * (sum_tile.BLOCK_S // IN_WORD)
         even, odd, came = _await_sums(job, epoch, ptrs, stride, mask, goes_to, ELEMENT, WP, sum_tile.PACKED)
+        if item + workers >= items:  # this program waits for no rank any more
+            let_next_start()
         if came:
             sums = even
             if sum_tile.PACKED:
@@ -450,6 +460,7 @@ def low_latency_combine_kernel(
     tile: RowTile,
     sum_tile: SumTile,
 ):
+    await_previous()
     job = in_one_node(job)
     turn_ptr = state_at(job, EPOCH_LL_COMBINE)
     epoch = turn_of(turn_ptr)

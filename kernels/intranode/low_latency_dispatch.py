@@ -49,8 +49,11 @@ from ..device.buffers import (
     buffer_ptrs,
     count_overflow,
     own_buffer,
+    pointers_at,
+    table_ptrs,
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
+from ..device.early import await_previous, let_next_start
 from ..device.job import Job, in_one_node, is_local_expert, is_rank, num_experts, state_at
 from ..device.low_latency import end_turn, first_of_half, on_owner, owners, quotient, rank_after, rank_bits, turn_of
 from ..device.payload import (
@@ -183,6 +186,19 @@ class Segments(NamedTuple):
     COLUMNS: tl.constexpr
 
 
+class Group(NamedTuple):
+    """Staging rows that a worker lays out together.
+
+    Attributes:
+        number: [ROWS]. Counts the rows that each source may have filled, first those of this rank, because they come
+            earlier.
+        is_last: true for the last group of this worker.
+    """
+
+    number: Any
+    is_last: Any
+
+
 class Parts(NamedTuple):
     """Outputs that accompany the rows.
 
@@ -265,19 +281,20 @@ def _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, t, WP: tl.co
     # Ranks and tokens begin with different destinations, so that they do not all start on the same link.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = rank_after(job, first_rank + tl.arange(0, WP))
+    in_group = is_rank(job, tl.arange(0, WP))
+    # Of all ranks: the addresses then do not wait for the ids.
+    stage = tl.load(table_ptrs(job, LL_STAGE_X, dest_rank), mask=in_group, other=0)
     bits = rank_bits(owners(job, mine), 0)
-    goes_there = healthy & is_rank(job, tl.arange(0, WP)) & (((bits >> dest_rank) & 1) > 0)
+    goes_there = healthy & in_group & (((bits >> dest_rank) & 1) > 0)
     arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
     offs = tl.arange(0, BLOCK_H)[None, :]
     alive = row < tokens.num_tokens
     data, scales = wire_tile(data_tile, scale_ptrs, alive, h, tokens.x_words, tokens.PAYLOAD)
-    dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
-    dest += arrival.to(tl.int64) * wire.stride
+    dest = pointers_at(stage, data.dtype) + arrival.to(tl.int64) * wire.stride
     data = tl.broadcast_to(data, [WP, BLOCK_H])
     tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < tokens.x_words))
     if tokens.PAYLOAD != WORDS:
-        dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
-        dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
+        dest = pointers_at(stage, tl.uint8) + arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
         scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
         store_scales(dest, goes_there, scales, h, tokens.x_words, data.dtype.primitive_bitwidth // 8)
 
@@ -568,7 +585,7 @@ def _note_absent(job, worker, workers, most, copy_rows_ptr, choices):
 def _expand_item(
     job,
     epoch,
-    number,  # [ROWS], 0 to W * _most_tokens(word_of) - 1
+    group,
     word_of,  # [WP] of `_await_told`
     begin,  # of `_segments_of`
     out,
@@ -577,11 +594,10 @@ def _expand_item(
     choices,
     tile,
 ):
-    """Wait for staging rows and copy them to the output rows of their assignments. `number` counts those of each source
-    that it may have filled, first those of this rank, because they come earlier."""
+    """Wait for staging rows and copy them to the output rows of their assignments."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     wire = wire_of(out.row_words, WORD, MX if parts.HAS_SCALES else WORDS)
-    most = _most_tokens(word_of)
+    most, number = _most_tokens(word_of), group.number
     turn = quotient(number, most)
     token = number - turn * most
     of_source = rank_after(job, job.rank + turn)
@@ -598,6 +614,8 @@ def _expand_item(
     arrived = tl.max(here.to(tl.int32)) == 0
     if arrived == 0:
         arrived = wait_flags(job, flag_ptrs, here, epoch << _CALL_SHIFT, WAIT_LL_ROWS, places)
+    if group.is_last:  # this program waits for no rank any more
+        let_next_start()
     if arrived:
         row_ptrs, scale_ptrs = staged_rows(own_buffer(job, LL_STAGE_X, tl.uint8), staged, wire, WORD)
         # In flight while the output rows are computed.
@@ -633,10 +651,10 @@ def _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, t
         total, padded, begin = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
         most = _most_tokens(word_of)
         groups = tl.cdiv(job.num_ranks * most, tile.ROWS)
-        for group in range(worker, groups, workers):
+        for first in range(worker, groups, workers):
             # The rows of a group lie far apart, so that groups are alike if there are few tokens.
-            number = group + tl.arange(0, tile.ROWS) * groups
-            _expand_item(job, epoch, number, word_of, begin, out, segments, parts, choices, tile)
+            group = Group(first + tl.arange(0, tile.ROWS) * groups, first + workers >= groups)
+            _expand_item(job, epoch, group, word_of, begin, out, segments, parts, choices, tile)
         _note_absent(job, worker, workers, most, out.copy_rows_ptr, choices)
         if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
             _zero_rest(worker, workers, out, total, padded, segments.capacity, parts, tile)
@@ -679,6 +697,7 @@ def low_latency_dispatch_kernel(
     sizes: Sizes,
     tile: RowTile,
 ):
+    await_previous()
     job = in_one_node(job)
     turn_ptr = state_at(job, EPOCH_LL_DISPATCH)
     epoch = turn_of(turn_ptr)

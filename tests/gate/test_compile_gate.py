@@ -39,6 +39,8 @@ EARLY = {
     "compact_rows_kernel": ["wait"],
     "combine_reduce_kernel": ["launch_dependents"],
     "combine_pull_kernel": ["wait"],
+    "low_latency_dispatch_kernel": ["launch_dependents", "wait"],
+    "low_latency_combine_kernel": ["launch_dependents", "wait"],
 }
 """What kernels have that are launched early, and those ahead of them (kernels/device/early.py)."""
 

@@ -103,7 +103,7 @@ def _launch_dispatch(
     row_words = row_bytes // recv.element_size()
     columns = slabs and scale is not None and scale.dtype != torch.uint8
     kind = (payload, weights is not None, x_words, row_words, slabs, columns)
-    launcher = ctx.launcher(("ll_dispatch", *kind), plans.dispatch, *kind, fmt=fmt)
+    launcher = ctx.launcher(("ll_dispatch", *kind), plans.dispatch, *kind, fmt=fmt, early=True)
     groups = -(-cfg.world_size * cfg.max_tokens // launcher.plan.constexprs["ROWS"])
     senders, receivers = 1 + topk_idx.shape[0], 1 + min(groups, low_latency_workers(ctx.device, launcher))
     # Pointers of the right type stand for what is not there, and are not read.
@@ -156,7 +156,7 @@ def combine(
     if out is None:
         out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
     kind = LL_NO_WEIGHTS if weights is None else LL_ROW_WEIGHTS if weights.dim() == 1 else LL_TOKEN_WEIGHTS
-    launcher = ctx.launcher(("ll_combine", kind), plans.combine, kind)
+    launcher = ctx.launcher(("ll_combine", kind), plans.combine, kind, early=True)
     tiles, num_tokens = launcher.plan.constexprs, out.shape[0]
     senders = 1 + (-(-num_tokens // tiles["SHARE"]) if kind == LL_TOKEN_WEIGHTS else 0)
     most = low_latency_workers(ctx.device, launcher)
