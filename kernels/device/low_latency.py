@@ -1,12 +1,20 @@
-"""Helpers of the low-latency kernels: turns, owners of experts."""
+"""Helpers of the low-latency kernels: turns, owners of experts, words that show that they have arrived."""
 
 import triton
 import triton.language as tl
 
-from .job import is_rank
+from . import codes
+from .buffers import STATUS, TIMEOUT_US
+from .job import is_rank, state_at
+from .spin import now_ns, pause
 
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
+_CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
+POLLS_AWAKE = tl.constexpr(8)
+"""Polls that `pause` counts as one, so that a program sleeps later."""
+LOOKS = tl.constexpr(16)
+"""Polls between two checks of the clock and the status record."""
 
 
 @triton.jit
@@ -68,3 +76,31 @@ def _or(a, b):
 def rank_bits(owner, AXIS: tl.constexpr):
     """Along an axis of owners: one int32 with the bit of each rank that occurs."""
     return tl.reduce(tl.where(owner >= 0, 1 << tl.maximum(owner, 0), 0), AXIS, _or)
+
+
+@triton.jit
+def lacking(words, wanted, epoch):
+    """Mask of the wanted words (number of a call << LL_CALL_SHIFT | 32 bits) that are not of call `epoch`."""
+    return wanted & ((words >> _CALL_SHIFT).to(tl.int32) != epoch.to(tl.int32))
+
+
+@triton.jit
+def await_words(job, ptrs, wanted, words, epoch):
+    """Wait until no word of a block [m, n] of pointers is `lacking`. Returns the words, and whether all came in time.
+
+    words: what has been loaded before, volatile. The caller reports an expired wait.
+    """
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
+    start = now_ns()
+    polls = 0
+    late = tl.max(tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
+    while late == 1:
+        pause(polls // POLLS_AWAKE)
+        polls += 1
+        given_up = 0
+        if polls % LOOKS == 0:
+            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
+            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
+        words = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+        late = tl.max(tl.max(tl.where(lacking(words, wanted, epoch), 1 + given_up, 0), axis=1), axis=0)
+    return words, late == 0

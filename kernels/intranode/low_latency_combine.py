@@ -53,7 +53,19 @@ from ..device.buffers import (
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.early import await_previous, let_next_start
 from ..device.job import Job, in_one_node, is_rank, state_at
-from ..device.low_latency import end_turn, first_of_half, owners, quotient, rank_after, rank_bits, turn_of
+from ..device.low_latency import (
+    LOOKS,
+    POLLS_AWAKE,
+    await_words,
+    end_turn,
+    first_of_half,
+    lacking,
+    owners,
+    quotient,
+    rank_after,
+    rank_bits,
+    turn_of,
+)
 from ..device.payload import Choices, RowTile
 from ..device.spin import now_ns, pause
 from ..device.tables import REPORT_TOKENS, report_ptrs
@@ -66,8 +78,6 @@ _RECEIVES = tl.constexpr(codes.LL_RECEIVES)
 _ROW_WEIGHTS = tl.constexpr(codes.LL_ROW_WEIGHTS)
 _TOKEN_WEIGHTS = tl.constexpr(codes.LL_TOKEN_WEIGHTS)
 _BITS = tl.constexpr(0xFFFFFFFF)
-_POLLS_AWAKE = tl.constexpr(8)  # polls that `pause` counts as one, so that a program sleeps later
-_LOOKS = tl.constexpr(16)  # polls between two checks of the clock and the status record
 
 
 class Outputs(NamedTuple):
@@ -150,12 +160,6 @@ def _push_weights(job, epoch, share, outputs, results, choices, SHARE: tl.conste
 
 
 @triton.jit
-def _lacking(words, wanted, epoch):
-    """Mask of the wanted words that are not of this combine."""
-    return wanted & ((words >> _CALL_SHIFT).to(tl.int32) != epoch.to(tl.int32))
-
-
-@triton.jit
 def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: tl.constexpr):
     """Bits of the float32 weights of staging rows `arrival` [ROWS], [ROWS, KP] int32, and whether all came in time.
 
@@ -168,26 +172,13 @@ def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: t
     # In flight while the row numbers are.
     words = tl.load(ptrs, mask=inside, other=0, volatile=True)
     wanted = tl.load(copy_ptrs[:, None] + ks, mask=inside, other=-1) != -1
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
-    polls = 0
-    late = tl.max(tl.max(_lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
-    while late == 1:
-        pause(polls // _POLLS_AWAKE)
-        polls += 1
-        given_up = 0
-        if polls % _LOOKS == 0:
-            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
-            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
-        words = tl.load(ptrs, mask=inside, other=0, volatile=True)
-        lacking = _lacking(words, wanted, epoch)
-        late = tl.max(tl.max(tl.where(lacking, 1 + given_up, 0), axis=1), axis=0)
-    if late > 1:
+    words, in_time = await_words(job, ptrs, wanted, words, epoch)
+    if in_time == 0:
         peers = tl.arange(0, WP)[None, :]
-        lacks = tl.max(_lacking(words, wanted, epoch).to(tl.int32), axis=1)[:, None] > 0
+        lacks = tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1)[:, None] > 0
         of_peer = lacks & (source[:, None] == peers)
         _report_late(job, epoch, tl.max(of_peer.to(tl.int32), axis=0) > 0, WP)
-    return words.to(tl.int32), late == 0
+    return words.to(tl.int32), in_time
 
 
 @triton.jit
@@ -386,12 +377,12 @@ def _await_sums(
             odd -= second
         # Threads may see different values here, so the decision goes through the one reduction.
         given_up = 0
-        if polls % _LOOKS == _LOOKS - 1:
+        if polls % LOOKS == LOOKS - 1:
             failed = tl.load(state_at(job, STATUS), volatile=True) != 0
             given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
         late = tl.max(tl.max(tl.where(missing, 1 + given_up, 0), axis=1), axis=0)
         if late == 1:
-            pause(polls // _POLLS_AWAKE)
+            pause(polls // POLLS_AWAKE)
         polls += 1
     if late > 1:
         _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP, PACKED)

@@ -3,26 +3,30 @@ are laid out while others are still on their way.
 
 Protocol      Program 0 tells, the next programs push, one per token. The last program records. The others are workers;
               each lays out a share of the staging rows.
-              1 tell: count the entries of each expert, store the totals at the experts' owners, then publish the number
-              of this dispatch, the host word and the number of tokens to every rank, in ll_flag
+              1 tell: publish the number of this dispatch, the host word and the number of tokens to every rank, in
+              ll_flag. Then count the entries of each expert, and store the totals at the experts' owners, each next to
+              the number of this dispatch
               2 push: store the token's keys, -1 where the expert is elsewhere, and its weights at every rank. Store its
               row once at each rank that owns one of its experts, in a staging row reserved for this token. Then raise
               the flag of that staging row at every rank. A key is (local expert << 16 | slot). The slot is the number
               of earlier entries of this rank for that expert; each program counts it for its own token
               3 expand: wait until every rank has told, and compare the host words: if ranks are in different calls,
-              copy nothing (device/calls.py). Derive from the totals of all sources where each source's rows of each
-              expert begin; that plus the slot is the output row. For each staging row, wait for its flag, copy the row,
-              store its output rows (for combine). Zero the padding. With slabs, expert i's rows begin at i * slab_rows,
-              nothing is zeroed; with COLUMNS, scales go to [e, scale_words, slab_rows], rows as the fast dimension
-              4 record: wait until every rank has told, as in 3, and write `placement`
+              copy nothing (device/calls.py). Wait until the totals of all sources are of this dispatch, and derive
+              where each source's rows of each expert begin (device/low_latency_segments.py); that plus the slot is
+              the output row. Zero the padding. For each staging row, wait for its flag, copy the row, store its output
+              rows (for combine). With slabs, expert i's rows begin at i * slab_rows, nothing is zeroed; with COLUMNS,
+              scales go to [e, scale_words, slab_rows], rows as the fast dimension
+              4 record: wait for the same, and write `placement`
 Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], staging row = source rank * M + token;
-              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int32;
-              ll_flag [2, W] int64: number of the dispatch, host word and tokens (device/codes.py, LL_WORD_SHIFT);
+              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64: number
+              of the dispatch and total; ll_flag [2, W] int64: number of the dispatch, host word and tokens
+              (device/codes.py, LL_WORD_SHIFT);
               ll_row_flag [2, W * M] int64: number of the dispatch. The first dimension of all of them is the parity of
               that number. W ranks, M max_tokens, e experts per rank, KP top-k and EP e rounded up to powers of two.
               EPOCH_LL_DISPATCH is a turn (device/low_latency.py), which the programs of both launches end.
-Memory order  The totals precede the release of ll_flag; the stores of a token's program precede the release of its row
-              flags. 3 and 4 acquire both.
+Memory order  The stores of a token's program precede the release of its row flags, which 3 acquires. Each total shows
+              by itself that it has arrived, and a thread uses the very word that it has checked. 1 releases, and 3 and
+              4 acquire, what Replay needs.
 Progress      1 and 2 wait for nobody. 3 and 4 wait for 1 and 2 of all ranks; those of their own launch have lower
               numbers and so have started before. The programs that wait are at most as many as fit on half of the GPU
               (triton_ep/ops/tuning.py), so 1 and 2 of another layer fit next to them.
@@ -47,15 +51,24 @@ from ..device.buffers import (
     LL_STAGE_X,
     STATUS,
     buffer_ptrs,
-    count_overflow,
     own_buffer,
     pointers_at,
     table_ptrs,
 )
-from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
+from ..device.calls import CALLS_LL_DISPATCH, report_calls, words_unlike
 from ..device.early import await_previous, let_next_start
-from ..device.job import Job, in_one_node, is_local_expert, is_rank, num_experts, state_at
-from ..device.low_latency import end_turn, first_of_half, on_owner, owners, quotient, rank_after, rank_bits, turn_of
+from ..device.job import Job, in_one_node, is_rank, num_experts, state_at
+from ..device.low_latency import (
+    end_turn,
+    first_of_half,
+    on_owner,
+    owners,
+    quotient,
+    rank_after,
+    rank_bits,
+    turn_of,
+)
+from ..device.low_latency_segments import SLOT_BITS, SLOT_MASK, Segments, output_rows, segments_of, store_placement
 from ..device.payload import (
     MX,
     WORDS,
@@ -68,22 +81,9 @@ from ..device.payload import (
     wire_of,
     wire_tile,
 )
-from ..device.tables import (
-    REPORT_HOST_WORD,
-    REPORT_ROWS,
-    REPORT_TOKENS,
-    REPORT_WORDS,
-    expert_offsets_of,
-    num_recv_of,
-    num_rows_of,
-    overflow_of,
-    report_ptrs,
-)
 from ..device.waits import WAIT_LL_ROWS, release_flags, wait_flags, wait_values
 from ..spec import ep_kernel
 
-_SLOT_BITS = tl.constexpr(16)
-_SLOT_MASK = tl.constexpr(0xFFFF)
 _REST = tl.constexpr(32)
 _NOTED = tl.constexpr(256)
 _BYTES_PER_SCALE_WORD = tl.constexpr(128)  # a byte of scales per 32 bytes of data
@@ -119,6 +119,22 @@ class Tokens(NamedTuple):
     PAYLOAD: tl.constexpr
     PUSH_TILES: tl.constexpr
     PUSH_BLOCK: tl.constexpr
+
+
+class Token(NamedTuple):
+    """A token that a program sends.
+
+    Attributes:
+        number: 0 to T - 1.
+        mine: [KP] its kept expert ids.
+        arrival: its staging row.
+        healthy: false after a failure; nothing is stored then.
+    """
+
+    number: Any
+    mine: Any
+    arrival: Any
+    healthy: Any
 
 
 class Sizes(NamedTuple):
@@ -166,24 +182,26 @@ class Launch(NamedTuple):
     others: Any
 
 
-class Segments(NamedTuple):
-    """Output rows of the local experts.
+class Staging(NamedTuple):
+    """What other ranks store at this one, of the half of this call.
 
     Attributes:
-        capacity: most output rows.
-        alignment: segments are padded to multiples of this number of rows.
-        slab_rows: rows of the slab of an expert; read with SLABS.
-        scale_words: words of 32 bits of scales that a row has in its slab; read with COLUMNS.
-        SLABS: each expert has a slab of rows, and its rows begin there.
-        COLUMNS: scales of slabs are columns, words of 32 bits; else every row has its bytes.
+        epoch: number of the call.
+        flag_ptr: [W] int64, ll_flag.
+        counts_ptr: [W, EP] int64, ll_counts.
+        row_flag_ptr: [W * M] int64, ll_row_flag.
+        rows_ptr: ll_stage_x, as bytes, both halves.
+        meta_ptr: [W * M, 2 * KP] int32, ll_meta.
+        first_source: ranks in the buffers before this half.
     """
 
-    capacity: Any
-    alignment: Any
-    slab_rows: Any
-    scale_words: Any
-    SLABS: tl.constexpr
-    COLUMNS: tl.constexpr
+    epoch: Any
+    flag_ptr: Any
+    counts_ptr: Any
+    row_flag_ptr: Any
+    rows_ptr: Any
+    meta_ptr: Any
+    first_source: Any
 
 
 class Group(NamedTuple):
@@ -228,8 +246,16 @@ def _kept_of(job, tokens, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tell(job, epoch, tokens, choices, sizes):
-    """Store the totals of this rank's entries at the experts' owners, and publish this dispatch to every rank."""
+    """Publish this dispatch to every rank, and store the totals of this rank's entries at the experts' owners."""
     healthy = tl.load(state_at(job, STATUS)) == 0
+    peers, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
+    sender = first_of_half(job, epoch) + job.rank
+    told = is_rank(job, peers) & healthy
+    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, is_rank(job, peers), tl.int64) + sender
+    counts_ptrs = buffer_ptrs(job, LL_COUNTS, peers, is_rank(job, peers), tl.int64) + sender * sizes.EP
+    call = epoch << _CALL_SHIFT
+    word = (tokens.host_word << _WORD_SHIFT) + tokens.num_tokens
+    release_flags(flag_ptrs, told, tl.zeros([sizes.WP], tl.int64) + (call + word))
     num_entries = tokens.num_tokens * choices.TOPK
     totals = tl.zeros([sizes.WP * sizes.EP], tl.int32)  # by owner and local expert
     for first in range(0, num_entries, sizes.BLOCK_N):
@@ -237,110 +263,122 @@ def _tell(job, epoch, tokens, choices, sizes):
         owner = tl.maximum(owners(job, kept), 0)
         place = owner * sizes.EP + on_owner(job, kept, owner)
         totals += tl.histogram(tl.maximum(place, 0), sizes.WP * sizes.EP, mask=kept >= 0)
-    peers, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
-    sender = first_of_half(job, epoch) + job.rank
-    told = is_rank(job, peers) & healthy
-    counts_ptrs = buffer_ptrs(job, LL_COUNTS, peers, told, tl.int32) + sender * sizes.EP
-    mask = told[:, None] & is_local_expert(job, local)[None, :]
-    tl.store(counts_ptrs[:, None] + local[None, :], tl.reshape(totals, [sizes.WP, sizes.EP]), mask=mask)
-    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, told, tl.int64) + sender
-    word = (tokens.host_word << _WORD_SHIFT) + tokens.num_tokens
-    release_flags(flag_ptrs, told, tl.zeros([sizes.WP], tl.int64) + ((epoch << _CALL_SHIFT) + word))
+    words = tl.reshape(totals, [sizes.WP, sizes.EP]).to(tl.int64) | call
+    tl.store(counts_ptrs[:, None] + local[None, :], words, mask=told[:, None])
 
 
 @triton.jit
-def _slots(job, tokens, mine, first, choices, BLOCK_N: tl.constexpr):
-    """How many entries for the experts `mine` [KP] of one token precede the token's own; first: its first entry."""
+def _slots(job, tokens, token, first_ids, choices, BLOCK_N: tl.constexpr):
+    """How many entries for the experts of a token precede the token's own: [KP]. first_ids: kept ids of the first
+    BLOCK_N entries."""
+    first = token.number * choices.TOPK
     position = first + tl.arange(0, choices.KP)
-    earlier = tl.zeros([choices.KP], tl.int32)
+    earlier = _count_earlier(first_ids, 0, position, token.mine)
     end = first + choices.TOPK
-    for start in range(0, end, BLOCK_N):
-        other = _kept_of(job, tokens, start, end, BLOCK_N)
-        n = start + tl.arange(0, BLOCK_N)
-        precedes = (n[None, :] < position[:, None]) & (other[None, :] == mine[:, None])
-        earlier += tl.sum(precedes.to(tl.int32), axis=1)
+    for start in range(BLOCK_N, end, BLOCK_N):
+        ids = _kept_of(job, tokens, start, end, BLOCK_N)
+        earlier += _count_earlier(ids, start, position, token.mine)
     return earlier
 
 
 @triton.jit
+def _count_earlier(ids, start, position, mine):
+    """How many of the entries from `start` on, whose experts are `ids` [BLOCK_N], are for an expert of `mine` [KP], and
+    come before its `position`."""
+    n = start + tl.arange(0, ids.shape[0])
+    precedes = (n[None, :] < position[:, None]) & (ids[None, :] == mine[:, None])
+    return tl.sum(precedes.to(tl.int32), axis=1)
+
+
+@triton.jit
 def _load_tile(tokens, token, t):
-    """Tile `t` of the row of a token, [1, PUSH_BLOCK]."""
+    """Tile `t` of the row of token number `token`, [1, PUSH_BLOCK]."""
     row = tl.arange(0, 1) + token
     row_ptrs = tokens.x_ptr + row.to(tl.int64) * tokens.x_words
     return load_row_tile(row_ptrs, row < tokens.num_tokens, t * tokens.PUSH_BLOCK, tokens.x_words, tokens.PUSH_BLOCK)
 
 
 @triton.jit
-def _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, t, WP: tl.constexpr):
-    """Store tile `t` of a token's row, `data_tile`, at every rank that owns one of its experts `mine`."""
+def _push_tile(job, token, stages, tokens, data_tile, t, WP: tl.constexpr):
+    """Store tile `t` of a token's row, `data_tile`, at every rank that owns one of its experts; stages: addresses of
+    LL_STAGE_X at `_destinations`."""
     BLOCK_H: tl.constexpr = tokens.PUSH_BLOCK
     h = t * BLOCK_H
     wire = wire_of(tokens.x_words, tokens.x_ptr.dtype.element_ty, tokens.PAYLOAD)
-    row = tl.arange(0, 1) + token
+    row = tl.arange(0, 1) + token.number
     scale_ptrs = tokens.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
-    # Ranks and tokens begin with different destinations, so that they do not all start on the same link.
-    first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
-    dest_rank = rank_after(job, first_rank + tl.arange(0, WP))
-    in_group = is_rank(job, tl.arange(0, WP))
-    # Of all ranks: the addresses then do not wait for the ids.
-    stage = tl.load(table_ptrs(job, LL_STAGE_X, dest_rank), mask=in_group, other=0)
-    bits = rank_bits(owners(job, mine), 0)
-    goes_there = healthy & in_group & (((bits >> dest_rank) & 1) > 0)
-    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
+    dest_rank = _destinations(job, token.number, WP)
+    bits = rank_bits(owners(job, token.mine), 0)
+    goes_there = token.healthy & is_rank(job, tl.arange(0, WP)) & (((bits >> dest_rank) & 1) > 0)
     offs = tl.arange(0, BLOCK_H)[None, :]
     alive = row < tokens.num_tokens
     data, scales = wire_tile(data_tile, scale_ptrs, alive, h, tokens.x_words, tokens.PAYLOAD)
-    dest = pointers_at(stage, data.dtype) + arrival.to(tl.int64) * wire.stride
+    dest = pointers_at(stages, data.dtype) + token.arrival.to(tl.int64) * wire.stride
     data = tl.broadcast_to(data, [WP, BLOCK_H])
     tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < tokens.x_words))
     if tokens.PAYLOAD != WORDS:
-        dest = pointers_at(stage, tl.uint8) + arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
+        dest = pointers_at(stages, tl.uint8) + token.arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
         scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
         store_scales(dest, goes_there, scales, h, tokens.x_words, data.dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
-def _push_keys(job, epoch, healthy, token, mine, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
-    """Store the keys and weights of a token at all ranks."""
+def _destinations(job, number, WP: tl.constexpr):
+    """All ranks [WP], in the order in which a token goes to them. Ranks and tokens begin with different ones, so that
+    they do not all start on the same link."""
+    first_rank = job.rank + number - quotient(job.rank + number, job.num_ranks) * job.num_ranks
+    return rank_after(job, first_rank + tl.arange(0, WP))
+
+
+@triton.jit
+def _push_keys(job, token, metas, first_ids, weights, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
+    """Store the keys and weights [KP] of a token at all ranks; metas: addresses of LL_META [WP]."""
     ks = tl.arange(0, choices.KP)
-    owner = owners(job, mine)
-    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
-    slot = _slots(job, tokens, mine, token * choices.TOPK, choices, sizes.BLOCK_N)
-    local = on_owner(job, mine, owner)
+    owner = owners(job, token.mine)
+    slot = _slots(job, tokens, token, first_ids, choices, sizes.BLOCK_N)
+    local = on_owner(job, token.mine, owner)
     peers = tl.arange(0, sizes.WP)
-    to_all = is_rank(job, peers) & healthy
-    meta = (arrival * (2 * choices.KP) + ks)[None, :]
-    dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
-    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
-    tl.store(dest, keys, mask=to_all[:, None])
+    to_all = is_rank(job, peers) & token.healthy
+    place = (token.arrival * (2 * choices.KP) + ks)[None, :]
+    keys = tl.where(owner[None, :] == peers[:, None], (local << SLOT_BITS | slot)[None, :], -1)
+    tl.store(pointers_at(metas, tl.int32)[:, None] + place, keys, mask=to_all[:, None])
     if HAS_WEIGHTS:
-        entry = ks < choices.TOPK
-        weights = tl.load(tokens.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
-        dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + choices.KP
+        dest = pointers_at(metas, tl.float32)[:, None] + place + choices.KP
         tl.store(dest, tl.broadcast_to(weights[None, :], [sizes.WP, choices.KP]), mask=to_all[:, None])
 
 
 @triton.jit
-def _push(job, epoch, token, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
+def _push(job, epoch, number, tokens, HAS_WEIGHTS: tl.constexpr, choices, sizes):
     """Send one token, and raise the flags of its staging rows."""
+    # Whatever needs no other load is loaded first, all at once.
+    peers, ks = tl.arange(0, sizes.WP), tl.arange(0, choices.KP)
+    in_group, entry = is_rank(job, peers), ks < choices.TOPK
     # After a failure store nothing; an early return instead would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
-    entry = tl.arange(0, choices.KP) < choices.TOPK
-    ids_ptrs = tokens.topk_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
-    mine = _kept(tl.load(ids_ptrs, mask=entry, other=-1), num_experts(job))
-    data_tile = _load_tile(tokens, token, 0)
-    _push_tile(job, epoch, healthy, token, mine, tokens, data_tile, 0, sizes.WP)
-    # Compute and store the keys while the stores of the first tile are in flight.
-    _push_keys(job, epoch, healthy, token, mine, tokens, HAS_WEIGHTS, choices, sizes)
-    for t in tl.static_range(1, tokens.PUSH_TILES):
-        _push_tile(job, epoch, healthy, token, mine, tokens, _load_tile(tokens, token, t), t, sizes.WP)
-    kept_ptrs = tokens.kept_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
-    tl.store(kept_ptrs, mine, mask=entry)
-    peers = tl.arange(0, sizes.WP)
-    raised = is_rank(job, peers) & healthy
-    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
-    flag_ptrs = buffer_ptrs(job, LL_ROW_FLAG, peers, raised, tl.int64) + arrival
-    release_flags(flag_ptrs, raised, tl.zeros([sizes.WP], tl.int64) + (epoch << _CALL_SHIFT))
+    mine = _kept(tl.load(tokens.topk_idx_ptr + number * choices.TOPK + ks, mask=entry, other=-1), num_experts(job))
+    data_tile = _load_tile(tokens, number, 0)
+    destinations = _destinations(job, number, sizes.WP)
+    stages = tl.load(table_ptrs(job, LL_STAGE_X, destinations), mask=in_group, other=0)
+    metas = tl.load(table_ptrs(job, LL_META, peers), mask=in_group, other=0)
+    flag_ptrs = buffer_ptrs(job, LL_ROW_FLAG, peers, in_group, tl.int64)
+    first_ids = _kept_of(job, tokens, 0, (number + 1) * choices.TOPK, sizes.BLOCK_N)
+    weights = ks.to(tl.float32)  # not used
+    if HAS_WEIGHTS:
+        weights = tl.load(tokens.weights_ptr + number * choices.TOPK + ks, mask=entry, other=0.0)
+    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + number
+    token = Token(number, mine, arrival, healthy)
+    for t in tl.static_range(tokens.PUSH_TILES):
+        next_tile = data_tile
+        if t + 1 < tokens.PUSH_TILES:
+            next_tile = _load_tile(tokens, number, t + 1)
+        _push_tile(job, token, stages, tokens, data_tile, t, sizes.WP)
+        if t == 0:
+            # Compute and store the keys while the stores of the first tile are in flight.
+            _push_keys(job, token, metas, first_ids, weights, tokens, HAS_WEIGHTS, choices, sizes)
+        data_tile = next_tile
+    tl.store(tokens.kept_idx_ptr + number * choices.TOPK + ks, mine, mask=entry)
+    raised = in_group & healthy
+    release_flags(flag_ptrs + arrival, raised, tl.zeros([sizes.WP], tl.int64) + (epoch << _CALL_SHIFT))
 
 
 @triton.jit
@@ -372,7 +410,7 @@ def _slab_scales(key, copy, segments):
     Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x is word
     (x * 56 + c) * slab_rows + i.
     """
-    expert = (key >> _SLOT_BITS).to(tl.int64)
+    expert = (key >> SLOT_BITS).to(tl.int64)
     return copy + expert * (segments.scale_words - 1) * segments.slab_rows
 
 
@@ -449,95 +487,34 @@ def _zero_rest(
 
 
 @triton.jit
-def _store_placement(
-    job,
-    placement_ptr,
-    word_of,  # [WP] host word and tokens of each rank
-    total,  # [EP] rows of each local expert
-    padded,  # [EP] rows of its segment
-    segments,
-    epoch,
-):
-    """Write the parts of `placement` (device/tables.py) that a low-latency dispatch has: tokens, host words and own
-    output rows of the report, then all parts up to the number of the dispatch."""
-    source = tl.arange(0, word_of.shape[0])
-    local = tl.arange(0, total.shape[0])
-    capacity = segments.capacity
-    start = tl.cumsum(padded, axis=0) - padded
-    rows = tl.sum(padded)
-    too_many = tl.maximum(rows - capacity, 0)
-    if segments.SLABS:
-        too_many = tl.sum(tl.maximum(total - padded, 0))
-        total = tl.minimum(total, padded)
-    clamped = tl.minimum(start, capacity)
-    field = tl.arange(0, REPORT_WORDS)[None, :]
-    tokens, host_word = (word_of & _SLOT_MASK)[:, None], (word_of >> _WORD_SHIFT)[:, None]
-    report = tl.where(field == REPORT_TOKENS, tokens, tl.where(field == REPORT_HOST_WORD, host_word, 0))
-    report = tl.where((field == REPORT_ROWS) & (source == job.rank)[:, None], rows, report)
-    ptrs = report_ptrs(placement_ptr, source[:, None], REPORT_ROWS) + field
-    tl.store(ptrs, report, mask=is_rank(job, source)[:, None])
-    is_local = is_local_expert(job, local)
-    tl.store(expert_offsets_of(job, placement_ptr) + local, clamped, mask=is_local)
-    tl.store(num_rows_of(job, placement_ptr), tl.minimum(rows, capacity))
-    real = tl.minimum(start + total, capacity) - clamped
-    tl.store(num_recv_of(job, placement_ptr) + local, real, mask=is_local)
-    tl.store(overflow_of(job, placement_ptr), too_many)
-    count_overflow(job, too_many)
-    store_epoch(job, placement_ptr, epoch)
+def _staging(job, epoch, choices, EP: tl.constexpr):
+    """The buffers that a worker reads. It needs their addresses before it waits: afterwards each would be a load that
+    the next one waits for."""
+    first_source = first_of_half(job, epoch)
+    first_row = first_source * job.max_tokens
+    return Staging(
+        epoch,
+        own_buffer(job, LL_FLAG, tl.int64) + first_source,
+        own_buffer(job, LL_COUNTS, tl.int64) + first_source * EP,
+        own_buffer(job, LL_ROW_FLAG, tl.int64) + first_row,
+        own_buffer(job, LL_STAGE_X, tl.uint8),
+        own_buffer(job, LL_META, tl.int32) + first_row * (2 * choices.KP),
+        first_source,
+    )
 
 
 @triton.jit
-def _await_told(job, epoch, WP: tl.constexpr):
+def _await_told(job, staging, WP: tl.constexpr):
     """Wait until every rank has told. Returns the host word and tokens of each rank [WP], whether all came in time, and
     whether all are in the same call."""
     source = tl.arange(0, WP)
     in_group = is_rank(job, source)
-    first_source = first_of_half(job, epoch)
-    flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
-    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _CALL_SHIFT, WAIT_LL_ROWS, first_source)
+    flag_ptrs, first = staging.flag_ptr + source, staging.first_source
+    arrived, seen = wait_values(job, flag_ptrs, in_group, staging.epoch << _CALL_SHIFT, WAIT_LL_ROWS, first)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
     own = tl.max(tl.where(source == job.rank, word_of, 0)) >> _WORD_SHIFT
     unlike = in_group & words_unlike(own, word_of >> _WORD_SHIFT)
     return word_of, arrived, tl.max(unlike.to(tl.int32)) == 0
-
-
-@triton.jit
-def _segments_of(job, epoch, segments, WP: tl.constexpr, EP: tl.constexpr):
-    """Rows of each local expert and of its segment, [EP] each, and the first output row of each source's rows of each
-    expert, [WP * EP]."""
-    source, local = tl.arange(0, WP), tl.arange(0, EP)
-    counts_ptrs = own_buffer(job, LL_COUNTS, tl.int32) + (first_of_half(job, epoch) + source)[:, None] * EP + local
-    counted = is_rank(job, source)[:, None] & is_local_expert(job, local)[None, :]
-    counts = tl.load(counts_ptrs, mask=counted, other=0)
-    total = tl.sum(counts, axis=0)
-    if segments.SLABS:
-        padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
-    else:
-        padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
-    start = tl.cumsum(padded, axis=0) - padded
-    begin = start[None, :] + tl.cumsum(counts, axis=0) - counts
-    return total, padded, tl.reshape(begin, [WP * EP])
-
-
-@triton.jit
-def _output_rows(
-    key,  # [ROWS, KP] of the assignments, negative = none
-    of_source,  # [ROWS]
-    begin,  # of `_segments_of`
-    segments,
-    EP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KP: tl.constexpr,
-):
-    """[ROWS, KP] output row of each assignment: -1 = none, -2 = beyond the capacity."""
-    is_copy = key >= 0
-    segment = tl.where(is_copy, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
-    first = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP])
-    copy = first + (key & _SLOT_MASK)
-    end = segments.capacity
-    if segments.SLABS:
-        end = ((key >> _SLOT_BITS) + 1) * segments.slab_rows
-    return tl.where(is_copy, tl.where(copy < end, copy, -2), -1)
 
 
 @triton.jit
@@ -566,7 +543,7 @@ def _by_k(values, TOPK: tl.constexpr):
 @triton.jit
 def _most_tokens(word_of):
     """Most tokens of a rank in this call; word_of: of `_await_told`."""
-    return tl.max(word_of & _SLOT_MASK)
+    return tl.max(word_of & SLOT_MASK)
 
 
 @triton.jit
@@ -584,10 +561,10 @@ def _note_absent(job, worker, workers, most, copy_rows_ptr, choices):
 @triton.jit
 def _expand_item(
     job,
-    epoch,
+    staging,
     group,
     word_of,  # [WP] of `_await_told`
-    begin,  # of `_segments_of`
+    begin,  # of `segments_of`
     out,
     segments,
     parts,
@@ -605,29 +582,29 @@ def _expand_item(
     ranks = tl.arange(0, word_of.shape[0])
     word = tl.sum(tl.where(of_source[:, None] == ranks[None, :], word_of[None, :], 0), axis=1)
     alive = number < job.num_ranks * most
-    here = alive & (token < (word & _SLOT_MASK))
-    first_source = first_of_half(job, epoch)
-    staged = first_source * job.max_tokens + arrival
-    flag_ptrs = own_buffer(job, LL_ROW_FLAG, tl.int64) + staged
+    here = alive & (token < (word & SLOT_MASK))
+    first_source = staging.first_source
+    flag_ptrs = staging.row_flag_ptr + arrival
     # The record of an expiry names the source.
     places = first_source + of_source - tl.arange(0, tile.ROWS)
     arrived = tl.max(here.to(tl.int32)) == 0
     if arrived == 0:
-        arrived = wait_flags(job, flag_ptrs, here, epoch << _CALL_SHIFT, WAIT_LL_ROWS, places)
+        arrived = wait_flags(job, flag_ptrs, here, staging.epoch << _CALL_SHIFT, WAIT_LL_ROWS, places)
     if group.is_last:  # this program waits for no rank any more
         let_next_start()
     if arrived:
-        row_ptrs, scale_ptrs = staged_rows(own_buffer(job, LL_STAGE_X, tl.uint8), staged, wire, WORD)
+        staged = first_source * job.max_tokens + arrival
+        row_ptrs, scale_ptrs = staged_rows(staging.rows_ptr, staged, wire, WORD)
         # In flight while the output rows are computed.
         words, scales = _load_staged(out, row_ptrs, scale_ptrs, here, 0, segments, parts.HAS_SCALES, tile.BLOCK_H)
         ks = tl.arange(0, choices.KP)[None, :]
-        meta = staged[:, None] * (2 * choices.KP) + ks
-        key = tl.load(own_buffer(job, LL_META, tl.int32) + meta, mask=here[:, None], other=-1)
+        meta_ptrs = staging.meta_ptr + arrival[:, None] * (2 * choices.KP) + ks
+        key = tl.load(meta_ptrs, mask=here[:, None], other=-1)
         EP: tl.constexpr = begin.shape[0] // word_of.shape[0]
-        copy = _output_rows(key, of_source, begin, segments, EP, tile.ROWS, choices.KP)
+        copy = output_rows(key, of_source, begin, segments, EP, tile.ROWS, choices.KP)
         if parts.HAS_WEIGHTS:
-            meta_weights_ptr = own_buffer(job, LL_META, tl.float32) + choices.KP
-            weights = tl.load(meta_weights_ptr + meta, mask=here[:, None], other=0.0)
+            bits = tl.load(meta_ptrs + choices.KP, mask=here[:, None], other=0)
+            weights = bits.to(tl.float32, bitcast=True)
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
         copies = _by_k(copy, choices.TOPK)
@@ -646,27 +623,32 @@ def _expand_item(
 @triton.jit
 def _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, tile):
     """Lay out the staging rows of groups `worker`, `worker + workers`, ...; a group is ROWS rows."""
-    word_of, arrived, alike = _await_told(job, epoch, sizes.WP)
+    staging = _staging(job, epoch, choices, sizes.EP)
+    word_of, arrived, alike = _await_told(job, staging, sizes.WP)
     if arrived & alike:
-        total, padded, begin = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
         most = _most_tokens(word_of)
-        groups = tl.cdiv(job.num_ranks * most, tile.ROWS)
-        for first in range(worker, groups, workers):
-            # The rows of a group lie far apart, so that groups are alike if there are few tokens.
-            group = Group(first + tl.arange(0, tile.ROWS) * groups, first + workers >= groups)
-            _expand_item(job, epoch, group, word_of, begin, out, segments, parts, choices, tile)
-        _note_absent(job, worker, workers, most, out.copy_rows_ptr, choices)
-        if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
-            _zero_rest(worker, workers, out, total, padded, segments.capacity, parts, tile)
+        total, padded, begin, in_time = segments_of(job, staging, segments, sizes.WP, sizes.EP)
+        if in_time:
+            # While rows are on their way.
+            _note_absent(job, worker, workers, most, out.copy_rows_ptr, choices)
+            if (parts.HAS_PADDING or parts.HAS_WEIGHTS) and not segments.SLABS:
+                _zero_rest(worker, workers, out, total, padded, segments.capacity, parts, tile)
+            groups = tl.cdiv(job.num_ranks * most, tile.ROWS)
+            for first in range(worker, groups, workers):
+                # The rows of a group lie far apart, so that groups are alike if there are few tokens.
+                group = Group(first + tl.arange(0, tile.ROWS) * groups, first + workers >= groups)
+                _expand_item(job, staging, group, word_of, begin, out, segments, parts, choices, tile)
 
 
 @triton.jit
-def _record(job, epoch, placement_ptr, segments, sizes):
+def _record(job, epoch, placement_ptr, segments, choices, sizes):
     """Write `placement`, or report ranks that are in other calls."""
-    word_of, arrived, alike = _await_told(job, epoch, sizes.WP)
+    staging = _staging(job, epoch, choices, sizes.EP)
+    word_of, arrived, alike = _await_told(job, staging, sizes.WP)
     if arrived & alike:
-        total, padded, _ = _segments_of(job, epoch, segments, sizes.WP, sizes.EP)
-        _store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
+        total, padded, _, in_time = segments_of(job, staging, segments, sizes.WP, sizes.EP)
+        if in_time:
+            store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
     if arrived & (alike == 0):
         ranks = tl.arange(0, sizes.WP)
         report_calls(job, ranks, word_of >> _WORD_SHIFT, is_rank(job, ranks), CALLS_LL_DISPATCH)
@@ -712,5 +694,5 @@ def low_latency_dispatch_kernel(
         worker, workers = number - senders, last - senders
         _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, tile)
     else:
-        _record(job, epoch, out.placement_ptr, segments, sizes)
+        _record(job, epoch, out.placement_ptr, segments, choices, sizes)
     end_turn(turn_ptr, (number == last) & (number >= senders), launch.others)

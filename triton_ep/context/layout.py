@@ -313,10 +313,10 @@ BUFFERS: tuple[Buffer, ...] = (
     Buffer(
         "ll_counts",
         lambda s: (2, s.config.world_size, next_power_of_2(s.config.num_experts_per_rank)),
-        _fixed(torch.int32),
+        _fixed(torch.int64),
         "low-latency dispatch of every rank, row = source",
         "low-latency dispatch",
-        _HALVES,
+        _EPOCH,
     ),
     Buffer(
         "ll_flag",
