@@ -65,7 +65,13 @@ class PulledRows(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """Addresses int64 of the combine buffers of this node's ranks [LWP], or of this rank [1], and of their weights."""
+    """Addresses int64 of rows and of their weights.
+
+    Attributes:
+        rows: [LWP] combine buffers of this node's ranks. For REDUCED rows [1], that of this rank; or [2], and after it
+            where it would lie if it had the sums of this rank's own rows in their place (`with_own`).
+        weights: [LWP] or [1], likewise.
+    """
 
     rows: Any
     weights: Any
@@ -78,6 +84,16 @@ def bases_of(job, REDUCED: tl.constexpr, LWP: tl.constexpr):
     ranks = (job.rank if REDUCED else first_local(job)) + local
     rows = tl.load(table_ptrs(job, COMBINE_X, ranks), mask=is_local(job, local), other=0)
     return Bases(rows, tl.load(table_ptrs(job, COMBINE_WEIGHT, ranks), mask=is_local(job, local), other=0))
+
+
+@triton.jit
+def with_own(job, bases, own_ptr, own_row, row_bytes):
+    """The `Bases` of REDUCED rows, and one more for the sums of this rank's own rows, which take max_tokens rows of the
+    combine buffer: they are at `own_ptr` from row `own_row` on, or, if that is negative, in the buffer."""
+    buffer = tl.sum(bases.rows)
+    own = own_ptr.to(tl.int64) + (own_row - job.rank * job.max_tokens).to(tl.int64) * row_bytes
+    own = tl.where(own_row < 0, buffer, own)
+    return Bases(tl.where(tl.arange(0, 2) == 0, buffer, own), bases.weights)
 
 
 @triton.constexpr_function
@@ -113,15 +129,19 @@ def _pointers(bases, local, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _entry(job, rows, alive, held, k):
-    """Entry k of each token: its local rank [ROWS], and its row in the combine buffer there, -1 = none.
+def _entry(job, rows, bases, alive, held, k):
+    """Entry k of each token: where its rows are [ROWS] among `bases.rows`, and its row there, -1 = none.
 
     Each column is loaded by itself: columns of one block [ROWS, K] would have to be exchanged between threads.
     """
     number = tl.load(held.row_ptrs + k, mask=alive, other=-1)
     number = tl.where(number < rows.row_capacity, number, -1)
     if rows.REDUCED:
-        return tl.zeros(number.shape, tl.int32), number
+        place = tl.zeros(number.shape, tl.int32)
+        if bases.rows.shape[0] > 1:
+            first = job.rank * job.max_tokens
+            place += ((number >= first) & (number < first + job.max_tokens)).to(tl.int32)
+        return place, number
     peer = tl.load(held.rank_ptrs + k, mask=alive, other=-1)
     return peer - first_local(job), tl.where(on_my_node(job, peer), number, -1)
 
@@ -175,7 +195,7 @@ def pull_sum(
     MOST: tl.constexpr = looked_at(rows.REDUCED, TOPK, LWP, AT_ONCE, tile.STAGES)
     entries = ()
     for k in tl.static_range(MOST):
-        entries += (_entry(job, rows, alive, held, k),)
+        entries += (_entry(job, rows, bases, alive, held, k),)
     acc = _add_entries(rows, bases, acc, entries, h, 0, fewer(AT_ONCE, MOST), DTYPE)
     for first in tl.static_range(AT_ONCE, MOST, AT_ONCE):
         most = entries[first][1]

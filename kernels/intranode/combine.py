@@ -13,7 +13,8 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3; or copy engines
               do steps 2 and 3, after combine_begin, which is step 1, raises the own flags, which they send after the
-              rows, or says that it waited in vain: device/overruns.py)
+              rows, or says that it waited in vain: device/overruns.py. This rank's own rows may then stay where they
+              are, and 4 reads them there)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next
@@ -75,7 +76,7 @@ from ..device.job import (
 from ..device.overruns import post_overrun
 from ..device.payload import SumTile, Tile
 from ..device.post import Network, post_flag
-from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum
+from ..device.pull import Held, PulledRows, bases_of, fewer, power_of_2, pull_sum, with_own
 from ..device.staging import (
     Staged,
     Stagers,
@@ -162,6 +163,8 @@ class Sums(NamedTuple):
         bias_ptr: [T, H]; read if HAS_BIAS.
         second_bias_ptr: [T, H], added to the first; read if num_biases is 2.
         num_biases: 1 or 2.
+        own_ptr: rows of this rank; those from `own_row` on are sums of its own tokens. Read with ENGINES.
+        own_row: -1: these sums are in the combine buffer, too.
         HAS_BIAS: whether there are biases; otherwise sums start from zero.
     """
 
@@ -169,6 +172,8 @@ class Sums(NamedTuple):
     bias_ptr: Any
     second_bias_ptr: Any
     num_biases: Any
+    own_ptr: Any
+    own_row: Any
     HAS_BIAS: tl.constexpr
 
 
@@ -536,6 +541,7 @@ def _first_sum(sums, at, mask):
     out_ptr="*{TOKEN}",
     bias_ptr="*{TOKEN}",
     second_bias_ptr="*{TOKEN}",
+    own_ptr="*{TOKEN}",
     entries_ptr="*i32",
     specialised=("hidden",),
     num_warps=None,
@@ -558,6 +564,9 @@ def combine_pull_kernel(
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
     num_chunks = tl.cdiv(entries.num_tokens, turns.BLOCK_T)
     bases = bases_of(job, rows.REDUCED, staged.LWP)
+    if turns.ENGINES and rows.REDUCED:
+        row_bytes = rows.hidden * (ELEMENT.primitive_bitwidth // 8)
+        bases = with_own(job, bases, sums.own_ptr, sums.own_row, row_bytes)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
     ready = tl.load(state_at(job, STATUS)) == 0

@@ -42,10 +42,10 @@ SIZES = Case("sizes", tokens=(9, 4, 0, 6), hidden=40, topk=3, experts=4)
 
 
 class _Sent:
-    """How often copy engines have sent rows of dispatches, and of combines."""
+    """How often copy engines have sent rows of dispatches, and of combines; combines that left own rows in place."""
 
     def __init__(self) -> None:
-        self.dispatches = self.combines = 0
+        self.dispatches = self.combines = self.in_place = 0
 
 
 @contextmanager
@@ -56,9 +56,11 @@ def _counted() -> Iterator[_Sent]:
         sent.dispatches += 1
         send(*args)
 
-    def combined(*args: Any) -> None:
+    def combined(*args: Any) -> int:
         sent.combines += 1
-        send_compact(*args)
+        own_row = send_compact(*args)
+        sent.in_place += own_row >= 0
+        return own_row
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_engines, "send", dispatched)
@@ -145,11 +147,18 @@ def _check_which_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
         y = rows.x * (1 + rank)
         out = layer.combine(y, rows.layout_desc)
         assert torch.equal(layer.combine(y, rows.layout_desc), out)
-        assert (sent.dispatches, sent.combines) == (1, 2)
+        assert (sent.dispatches, sent.combines, sent.in_place) == (1, 2, 2)
+        hooked = layer.combine(y, rows.layout_desc, return_recv_hook=True)
+        y_before = y.clone()
+        y.zero_()  # rows have been sent
+        hooked[1]()
+        assert torch.equal(hooked[0], out)
+        y = y_before
+        assert (sent.dispatches, sent.combines, sent.in_place) == (1, 3, 2)
         layer.dispatch_compact_again(x, rows.layout_desc)
         layer.dispatch(x, ids)
         layer.combine_topk(rows.topk_weights, rows.layout_desc)  # rows of another length
-        assert (sent.dispatches, sent.combines) == (3, 2)
+        assert (sent.dispatches, sent.combines) == (3, 3)
         # The host does not know how many rows of this one go to each rank.
         most = layer.config.world_size * layer.config.max_tokens
         unread = layer.dispatch_compact(x, ids, num_rows=most).layout_desc
@@ -157,13 +166,13 @@ def _check_which_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
         padded = torch.zeros(most, x.shape[1], dtype=x.dtype, device=x.device)
         padded[: len(y)] = y
         assert torch.equal(layer.combine(padded, unread), out)
-        assert (sent.dispatches, sent.combines) == (4, 2)
+        assert (sent.dispatches, sent.combines) == (4, 3)
         assert torch.equal(layer.combine(y, rows.layout_desc), out)
         # Expert-major rows are summed before they are sent, and weights multiplied, by kernels.
         recv_x, _, desc = layer.dispatch(x, ids)
         layer.combine(recv_x, desc)
         layer.combine(y, rows.layout_desc, torch.ones(len(y), device=y.device))
-        assert (sent.dispatches, sent.combines) == (5, 3)
+        assert (sent.dispatches, sent.combines) == (5, 4)
         layer.check()
 
 

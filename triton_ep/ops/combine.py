@@ -46,9 +46,10 @@ def combine(
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
     # Later rows are summed while the first sums are pulled. A side stream reads `y` until it is joined.
     aside = plan.overlapped and not plan.early
-    y = _publish(ctx, fmt, y, weights, desc, plan, aside)
+    y, own_row = _publish(ctx, fmt, y, weights, desc, plan, aside)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    _receive(ctx, fmt, out, weights is not None, desc, plan, biases, split=False)
+    own = (y, own_row) if own_row >= 0 else (out, -1)
+    _receive(ctx, fmt, out, own, weights is not None, desc, plan, biases, split=False)
     if aside:
         ctx.join()
     return out
@@ -122,9 +123,9 @@ def send(
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, fmt, desc, weights is not None)
-    _publish(ctx, fmt, y, weights, desc, plan)
+    _publish(ctx, fmt, y, weights, desc, plan, split=True)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases, split=True)
+    return out, partial(_receive, ctx, fmt, out, (out, -1), weights is not None, desc, plan, biases, split=True)
 
 
 class _Plan(NamedTuple):
@@ -223,18 +224,19 @@ def _receive(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
     out: torch.Tensor,
+    own: tuple[torch.Tensor, int],
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
     split: bool,
 ) -> None:
-    """The receiving half. split: as of `dispatch.fork_network`."""
+    """The receiving half. own, split: as of `_pull` and `dispatch.fork_network`."""
     aside = None
     if not ctx.config.is_intra_node:
         aside = fork_network(ctx, split)
         _send_partials(ctx, fmt, has_weights, desc, plan, aside)
-    _pull(ctx, fmt, out, has_weights, desc, plan, biases, plan.early and not split)
+    _pull(ctx, fmt, out, own, has_weights, desc, plan, biases, plan.early and not split)
     if aside is not None:
         ctx.crossing.join()
 
@@ -247,11 +249,15 @@ def _publish(
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     aside: bool = False,
-) -> torch.Tensor:
+    split: bool = False,
+) -> tuple[torch.Tensor, int]:
     """Publish expert outputs to the ranks of this node; with local combine, sum them per token first.
 
-    aside: the sums are computed on the side stream, which the caller joins. Until then it keeps the result: the rows
-    that are read, `y` or a copy.
+    aside: the sums are computed on the side stream, which the caller joins. Until then it keeps the first result.
+    split: the caller may overwrite `y` before the receiving half.
+
+    Returns the rows that are read, `y` or a copy, and the first one that the receiving half sums there (`_pull`), -1:
+    none.
     """
     ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
@@ -268,8 +274,7 @@ def _publish(
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
         if plan.by_engines and not lent:
-            copy_engines.send_compact(ctx, fmt, y, desc, plan.programs, plan.call)
-            return y
+            return y, copy_engines.send_compact(ctx, fmt, y, desc, plan.programs, plan.call, split)
         side = ctx.fork() if aside else None
         _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
             plan.programs,
@@ -283,14 +288,14 @@ def _publish(
             call=plan.call,
             stream=side,
         )
-        return y
+        return y, -1
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
         _tell_published(ctx, desc, plan)
-        return y
+        return y, -1
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
     _stager(ctx, fmt, has_weights, row_words).launch(
@@ -302,7 +307,7 @@ def _publish(
         row_capacity=ctx.sizes.output_rows,
         call=plan.call,
     )
-    return y
+    return y, -1
 
 
 def _tell_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, plan: _Plan) -> None:
@@ -350,13 +355,18 @@ def _pull(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
     out: torch.Tensor,
+    own: tuple[torch.Tensor, int],
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
     early: bool,
 ) -> None:
-    """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H]. early: as in `Launcher`."""
+    """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H].
+
+    own: rows, and the first one that is a sum of this rank's own tokens, and is not in its combine buffer, or -1.
+    early: as in `Launcher`.
+    """
     sizes = ctx.sizes
     bias, second = biases[0] if biases else out, biases[-1] if biases else out
     copy_rows = desc.skipped_token_topk_mapping_indices
@@ -367,6 +377,8 @@ def _pull(
         bias_ptr=bias,
         second_bias_ptr=second,
         num_biases=len(biases),
+        own_ptr=own[0],
+        own_row=own[1],
         entries_ptr=desc.entries,
         placement_ptr=desc.placement,
         num_tokens=out.shape[0],

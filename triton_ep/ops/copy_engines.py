@@ -57,22 +57,34 @@ def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllL
 
 
 def send_compact(
-    ctx: DispatchCombineContext, fmt: RowFormat, y: torch.Tensor, desc: EPAllToAllLayoutDesc, num_flags: int, call: int
-) -> None:
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    y: torch.Tensor,
+    desc: EPAllToAllLayoutDesc,
+    num_flags: int,
+    call: int,
+    copy_own: bool,
+) -> int:
     """Copy the compact rows y [R, H] to the combine buffers of the ranks whose tokens they are, then the flags that say
     so; before, wait until all ranks have ended the previous combine.
 
-    num_flags: of this rank. call: COMBINE_* (kernels/device/codes.py).
+    num_flags: of this rank. call: COMBINE_* (kernels/device/codes.py). copy_own: the rows of this rank's own tokens,
+    too.
+
+    Returns the first of this rank's own rows in y, if they were not copied, else -1: kernels read them in pieces of 16
+    bytes.
     """
     assert desc.host_arrivals is not None, "`sends_compact` has checked it"
     cfg, counts, row_bytes, stream = ctx.config, desc.host_arrivals, fmt.payload_bytes, _stream(ctx)
     ends = list(accumulate(counts))
     ctx.launcher(("begin",), exchange.begin).launch(1, placement_ptr=desc.placement, call=call)
-    for rank in _targets(cfg.rank, cfg.world_size, False):
+    in_place = not copy_own and (y.data_ptr() | row_bytes) % 16 == 0
+    for rank in _targets(cfg.rank, cfg.world_size, in_place):
         dest = ctx.memory.address_at("dispatch_output_buf", rank) + cfg.rank * cfg.max_tokens * row_bytes
         source = y.data_ptr() + (ends[rank] - counts[rank]) * row_bytes
         copy_bytes(dest, source, counts[rank] * row_bytes, stream)
     _send_flags(ctx, "staged_flag", cfg.rank * fmt.shape.max_programs, num_flags)
+    return ends[cfg.rank] - counts[cfg.rank] if in_place else -1
 
 
 def _send_flags(ctx: DispatchCombineContext, name: str, first: int, number: int) -> None:

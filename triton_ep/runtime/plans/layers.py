@@ -246,7 +246,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
         summed = weights and not reduced
         if s.num_nodes > 1:
             yield KernelRequest.of(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
-        types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr"), f"*{s.token}")
+        types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr", "own_ptr"), f"*{s.token}")
         for biases in sorted({False, uses.biases}):
             yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies), types, hidden)
     if reduced:
