@@ -132,16 +132,22 @@ class Shape:
     def spreads(self) -> bool:
         """Rows are sent by small programs on all multiprocessors, next to the programs that lay rows out: without a
         budget, with enough tokens to overlap the two, and not to more ranks than programs can watch."""
-        free = self.num_nodes == 1 and not self.budgeted and not self.interpreted
-        flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
-        return free and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
+        return self._watches_many and not self.budgeted
 
     @property
     def copies_in_bulk(self) -> bool:
         """Rows that are sent by small programs go through shared memory by bulk copies, and so do those that are laid
-        out unconverted (kernels/device/bulk.py). Within a budget, the smaller programs of bulk copies take places on
-        more multiprocessors from the kernels beside them."""
-        return self.spreads and self.local_world_size <= _MOST_RANKS_IN_BULK
+        out unconverted (kernels/device/bulk.py). Within a budget, the smaller programs of bulk copies that send rows
+        take places on more multiprocessors from the kernels beside them; with copy engines there are none."""
+        many = self._watches_many and (self.copy_engines or not self.budgeted)
+        return many and self.local_world_size <= _MOST_RANKS_IN_BULK
+
+    @property
+    def _watches_many(self) -> bool:
+        """Enough tokens of one node for many programs that send rows, and not too many for those that watch them."""
+        flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
+        enough = self.num_nodes == 1 and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
+        return enough and not self.interpreted
 
     @property
     def senders(self) -> int:
