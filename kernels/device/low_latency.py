@@ -4,17 +4,16 @@ import triton
 import triton.language as tl
 
 from . import codes
-from .buffers import STATUS, TIMEOUT_US
+from .buffers import TIMEOUT_US
 from .job import is_rank, state_at
 from .spin import now_ns, pause
+from .waits import has_given_up
 
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
 _CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
 POLLS_AWAKE = tl.constexpr(8)
 """Polls that `pause` counts as one, so that a program sleeps later."""
-LOOKS = tl.constexpr(16)
-"""Polls between two checks of the clock and the status record."""
 
 
 @triton.jit
@@ -90,17 +89,13 @@ def await_words(job, ptrs, wanted, words, epoch):
 
     words: what has been loaded before, volatile. The caller reports an expired wait.
     """
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
+    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     polls = 0
     late = tl.max(tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
     while late == 1:
         pause(polls // POLLS_AWAKE)
         polls += 1
-        given_up = 0
-        if polls % LOOKS == 0:
-            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
-            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
+        given_up = has_given_up(job, polls, deadline)
         words = tl.load(ptrs, mask=wanted, other=0, volatile=True)
         late = tl.max(tl.max(tl.where(lacking(words, wanted, epoch), 1 + given_up, 0), axis=1), axis=0)
     return words, late == 0

@@ -12,7 +12,7 @@ either in the same way:
         polls += 1
         seen = tl.load(flag_ptr, volatile=True)
 
-Import the two names (`from .spin import now_ns, pause`), not the module. `pause` never ends a wait: the caller
+Import names (`from .spin import now_ns, pause`), not the module. `pause` never ends a wait: the caller
 bounds the wait, in the same way for both definitions.
 """
 
@@ -29,7 +29,9 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _YIELDS = 8  # one interpreted turn takes 60 to 100 us, so most waits end here
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
-_POLLS_AWAKE = tl.constexpr(8)  # about 10 us: how long a rank waits for the counts of others
+_POLLS_AWAKE = tl.constexpr(16)  # about 10 us: how long a rank waits for the counts of others
+LOOKS = tl.constexpr(1 if INTERPRET.value else 16)
+"""Polls between two looks at the clock and at the status record."""
 
 _on_pause: Callable[[], None] | None = None
 

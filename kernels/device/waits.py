@@ -17,7 +17,7 @@ import triton.language as tl
 from . import codes
 from .buffers import ALARM, PROGRAMS_DONE, STATUS, STATUS_EXPECTED, STATUS_INDEX, STATUS_SEEN, TIMEOUT_US
 from .job import state_at
-from .spin import acquire_loads, now_ns, pause
+from .spin import LOOKS, acquire_loads, now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(codes.WAIT_SPLITS)
 WAIT_ARRIVALS = tl.constexpr(codes.WAIT_ARRIVALS)
@@ -37,40 +37,50 @@ TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 
 
 @triton.jit
-def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
+def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0, POLLS_AS_ONE: tl.constexpr = 1):
     """Wait until every masked flag is at least `expected` [scalar int64]; returns False if the wait expired.
 
     Flags may wrap: a flag less than 2**63 ahead counts as reached. Flags of low-latency calls hold the call's number in
     the upper half of a word, which overflows after some hours of decoding.
     flag_ptrs: block of pointers to this rank's own flags. In the status record, flag i of the block is flag
-    `first_index` + i of its buffer; first_index: a number, or one for each i. Pairs with `release_flags` on the
-    writer's side.
+    `first_index` + i of its buffer; first_index: a number, or one for each i. POLLS_AS_ONE: as many polls count as one
+    for `pause`. Pairs with `release_flags` on the writer's side.
     """
-    arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index)
+    arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index, POLLS_AS_ONE)
     return arrived
 
 
 @triton.jit
-def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
+def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0, POLLS_AS_ONE: tl.constexpr = 1):
     """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off."""
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
+    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     polls = 0
     # After a first failure the rank's data are no longer valid: another wait would only add another time-out.
-    healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
+    failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
     seen = read_flags(job, flag_ptrs, mask, expected)
-    late = tl.sum((seen - expected < 0).to(tl.int32))
-    while (late > 0) & healthy & (now_ns() - start < limit):
-        pause(polls)
+    late = tl.max(tl.where(seen - expected < 0, 1 + failed, 0))
+    while late == 1:
+        pause(polls // POLLS_AS_ONE)
         polls += 1
+        given_up = has_given_up(job, polls, deadline)
         seen = read_flags(job, flag_ptrs, mask, expected)
-        late = tl.sum((seen - expected < 0).to(tl.int32))
-        healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
-    if (late > 0) & healthy:
+        late = tl.max(tl.where(seen - expected < 0, 1 + given_up, 0))
+    if (late > 1) & (failed == 0):
         report_expiry(job, seen, expected, first_index, OPERATION)
     # The acquire pairs with the release of the flag's writer; the barrier extends the order to the other threads.
     tl.debug_barrier()
-    return (late == 0) & healthy, seen
+    return (late == 0) & (failed == 0), seen
+
+
+@triton.jit
+def has_given_up(job, polls, deadline):
+    """1 if a wait has expired, or the rank has failed, else 0. Looks only once in LOOKS polls: that takes longer than a
+    poll. Threads may find different values, so the caller decides by what one reduction makes of them."""
+    given_up = 0
+    if polls % LOOKS == 0:
+        failed = tl.load(state_at(job, STATUS), volatile=True) != 0
+        given_up = (failed | (now_ns() >= deadline)).to(tl.int32)
+    return given_up
 
 
 @triton.jit
@@ -81,31 +91,31 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
     next call only after this rank has finished this one.
     Returns whether all flags came in time with this tag, whether a tag differs, and the flags.
     """
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
+    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     polls = 0
-    healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
+    failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
     wanted = expected << TAG_BITS
     seen = read_flags(job, flag_ptrs, mask, wanted)
-    verdict = _verdict(seen, mask, wanted, before, tag)
-    while (verdict == 1) & healthy & (now_ns() - start < limit):
+    verdict = _verdict(seen, mask, wanted, before, tag, failed)
+    while verdict == 1:
         pause(polls)
         polls += 1
+        given_up = has_given_up(job, polls, deadline)
         seen = read_flags(job, flag_ptrs, mask, wanted)
-        verdict = _verdict(seen, mask, wanted, before, tag)
-        healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
-    if (verdict == 1) & healthy:
+        verdict = _verdict(seen, mask, wanted, before, tag, given_up)
+    if (verdict == 2) & (failed == 0):
         report_expiry(job, seen, wanted, first_index, OPERATION)
     # As in `wait_values`.
     tl.debug_barrier()
-    return (verdict == 0) & healthy, verdict == 2, seen
+    return (verdict == 0) & (failed == 0), verdict == 3, seen
 
 
 @triton.jit
-def _verdict(seen, mask, wanted, before, tag):
-    """0: all flags came; 1: one is late; 2: one is of another call. A single reduction, because every poll pays it."""
+def _verdict(seen, mask, wanted, before, tag, given_up):
+    """0: all flags came; 1: one is late; 2: one is, and has been given up; 3: one is of another call. A single
+    reduction, because every poll pays it."""
     other = mask & ((seen >> TAG_BITS) > before) & ((seen & TAGS) != tag)
-    return tl.max(tl.where(other, 2, tl.where(seen < wanted, 1, 0)))
+    return tl.max(tl.where(other, 3, tl.where(seen < wanted, 1 + given_up, 0)))
 
 
 @triton.jit
@@ -165,19 +175,21 @@ def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
     These programs wait for nobody, so they arrive even after a failure, and a failure does not end this wait. Their
     adds are releases. The record of an expiry names this rank.
     """
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
+    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     polls = 0
     one = tl.arange(0, 1)
     wanted = tl.cast(expected, tl.int64)
     seen = read_flags(job, counter_ptr + one, one == 0, wanted)
-    late = tl.sum((seen < wanted).to(tl.int32))
-    while (late > 0) & (now_ns() - start < limit):
+    late = tl.max(tl.where(seen < wanted, 1, 0))
+    while late == 1:
         pause(polls)
         polls += 1
+        given_up = 0
+        if polls % LOOKS == 0:
+            given_up = (now_ns() >= deadline).to(tl.int32)
         seen = read_flags(job, counter_ptr + one, one == 0, wanted)
-        late = tl.sum((seen < wanted).to(tl.int32))
-    if late > 0:
+        late = tl.max(tl.where(seen < wanted, 1 + given_up, 0))
+    if late > 1:
         report_expiry(job, seen, wanted, job.rank, OPERATION)
     # The acquire pairs with the releases of the programs; the barrier extends the order to the other threads.
     tl.debug_barrier()

@@ -54,7 +54,6 @@ from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.early import await_previous, let_next_start
 from ..device.job import Job, in_one_node, is_rank, state_at
 from ..device.low_latency import (
-    LOOKS,
     POLLS_AWAKE,
     await_words,
     end_turn,
@@ -69,7 +68,7 @@ from ..device.low_latency import (
 from ..device.payload import Choices, RowTile
 from ..device.spin import now_ns, pause
 from ..device.tables import REPORT_TOKENS, report_ptrs
-from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
+from ..device.waits import WAIT_LL_PARTIALS, has_given_up, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
 _CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
@@ -293,7 +292,8 @@ def _meet(job, epoch, tag, WP: tl.constexpr):
     in_group = is_rank(job, peers)
     first = first_of_half(job, epoch)
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
-    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _CALL_SHIFT, WAIT_LL_PARTIALS, first)
+    called = epoch << _CALL_SHIFT
+    arrived, seen = wait_values(job, flag_ptrs, in_group, called, WAIT_LL_PARTIALS, first, POLLS_AWAKE)
     if arrived:
         tags = seen.to(tl.int32)
         # The host raises, so sums of rows of different calls are not used.
@@ -357,8 +357,7 @@ def _await_sums(
     """
     # -0 in every element.
     NOTHING: tl.constexpr = -0x7FFF8000 if PACKED else -(1 << (ELEMENT.primitive_bitwidth - 1))
-    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
-    start = now_ns()
+    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     offs = tl.arange(0, mask.shape[1])[None, :]
     polls = 0
     late = 1
@@ -376,10 +375,7 @@ def _await_sums(
             even -= first
             odd -= second
         # Threads may see different values here, so the decision goes through the one reduction.
-        given_up = 0
-        if polls % LOOKS == LOOKS - 1:
-            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
-            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
+        given_up = has_given_up(job, polls + 1, deadline)
         late = tl.max(tl.max(tl.where(missing, 1 + given_up, 0), axis=1), axis=0)
         if late == 1:
             pause(polls // POLLS_AWAKE)
