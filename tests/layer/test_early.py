@@ -1,4 +1,5 @@
-"""Early launches: within a node the kernels that lay rows out, and that add sums, follow on the same stream.
+"""Early launches: within a node the kernels that lay rows out, and that add sums, follow on the same stream. So do the
+kernels of low-latency layers.
 
 CPU ranks run kernels one after the other, so these tests make the layer overlap them as on a GPU, and look at how it
 launches them. That they overlap, and that what follows waits for both, other tests of large batches show on GPUs.
@@ -18,6 +19,7 @@ from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.runtime.launch import Launcher
 
 LOCAL = Case("local", tokens=(11, 0, 20), hidden=48, topk=3, experts=3, local_combine=True)
+SHORT = Case("short", tokens=(5, 2), hidden=32, topk=2, experts=2, low_latency=True)
 STATIC = Case("static", tokens=(5, 9), hidden=32, topk=2, experts=2, static=True, payload="mxfp8")
 
 
@@ -55,8 +57,9 @@ def _overlapped(
         (check_case, (LOCAL,), {"dispatch_expand_kernel", "combine_pull_kernel"}, {"dispatch_push_kernel"}),
         (check_case, (STATIC,), {"dispatch_expand_kernel"}, {"dispatch_push_kernel", "combine_stage_kernel"}),
         (test_compact._check, ("plain", 1), {"compact_rows_kernel", "combine_pull_kernel"}, {"combine_reduce_kernel"}),
+        (check_case, (SHORT,), {"low_latency_dispatch_kernel", "low_latency_combine_kernel"}, set()),
     ],
-    ids=["local", "static", "compact"],
+    ids=["local", "static", "compact", "low_latency"],
 )
 def test_one_node_needs_no_second_stream(run_ranks, backend, check, args, early, plain):
     """Results are the same; kernels ahead of early ones are launched as ever."""

@@ -152,6 +152,15 @@ def test_sums_within_a_budget_take_a_part_of_a_multiprocessor() -> None:
             assert plan(replace(other, budgeted=True)) == plan(other)
 
 
+@pytest.mark.parametrize(("ranks", "part"), [(2, Fraction(1, 2)), (4, 1), (8, 1)])
+def test_sums_of_rows_that_copy_engines_sent_copy_ahead(ranks: int, part: Fraction) -> None:
+    """Within a budget their programs take a multiprocessor, or of two ranks half of one, for the rows ahead."""
+    shape = Shape(4096, 7168, 8, 256, ranks, ranks, budgeted=True, copy_engines=True)
+    plan = exchange.pull(shape, False, True, copies=1)
+    assert plan.constexprs["STAGES"] > 1 and share_of_one(Program.declared(plan, 32)) == part
+    assert exchange.pull(replace(shape, copy_engines=False), False, True, copies=1).constexprs["STAGES"] == 1
+
+
 @pytest.mark.parametrize("hidden", [64, 1024, 4096, 7168])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [64, 4096])
@@ -301,7 +310,7 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_rows_are_copied_in_bulk_if_their_format_allows(payload: str | None) -> None:
-    """Within a node and without a budget, rows of multiples of 16 bytes that are not converted, unless settings are
+    """Within a node and without a budget, or if copy engines send them, rows of multiples of 16 bytes that are not converted, unless settings are
     tuned or two rows do not fit; the plan counts the shared memory that the compiler does not see."""
     shape = Shape(4096, 7168, 8, 256, 4, 4, payload=payload)
     landing = LANDING_WORDS if payload is None else LANDING_MX
@@ -325,6 +334,7 @@ def test_rows_are_copied_in_bulk_if_their_format_allows(payload: str | None) -> 
     assert slots(replace(shape, hidden=512)) == [8, 8, 8]
     for other in ({"budgeted": True}, {"max_tokens": 512}, {"local_world_size": 2}, {"hidden": 2**17}):
         assert slots(replace(shape, **other)) == [0, 0, 0]
+    assert slots(replace(shape, budgeted=True, copy_engines=True))[1:] == [2, 2]  # nothing is pushed then
     assert slots(replace(shape, world_size=16, local_world_size=16)) == [0, 0, 0]
     tuned = (("push", 1, 8), ("expand", 1, 4))
     assert slots(replace(shape, tuned=tuned)) == [0, 0, 0]
