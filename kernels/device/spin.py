@@ -29,7 +29,7 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _YIELDS = 8  # one interpreted turn takes 60 to 100 us, so most waits end here
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
-_POLLS_AWAKE = tl.constexpr(16)  # about 10 us: how long a rank waits for the counts of others
+_POLLS_AWAKE = tl.constexpr(16)  # more than 10 us: how long a rank waits for the counts of others
 LOOKS = tl.constexpr(1 if INTERPRET.value else 16)
 """Polls between two looks at the clock and at the status record."""
 

@@ -74,8 +74,8 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
 
 @triton.jit
 def has_given_up(job, polls, deadline):
-    """1 if a wait has expired, or the rank has failed, else 0. Looks only once in LOOKS polls: that takes longer than a
-    poll. Threads may find different values, so the caller decides by what one reduction makes of them."""
+    """1 if a wait has expired, or the rank has failed, else 0. Looks only once in LOOKS polls. Threads may find
+    different values, so the caller decides by what one reduction makes of them."""
     given_up = 0
     if polls % LOOKS == 0:
         failed = tl.load(state_at(job, STATUS), volatile=True) != 0

@@ -181,12 +181,18 @@ def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: t
 
 
 @triton.jit
-def _copies_of(copy_ptrs, alive, TOPK: tl.constexpr):
-    """Row numbers of the assignments of staging rows, a tuple of [ROWS]; copy_ptrs: [ROWS], first assignment."""
+def _copies_of(copy_ptrs, alive, healthy, TOPK: tl.constexpr):
+    """Row numbers of the assignments of staging rows, a tuple of [ROWS]; copy_ptrs: [ROWS], first assignment.
+
+    None after a failure: a dispatch that failed has written no numbers.
+    """
     # Load all at once; one after the other they would be a chain of loads.
+    loaded = ()
+    for k in tl.static_range(TOPK):
+        loaded += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
     copies = ()
     for k in tl.static_range(TOPK):
-        copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
+        copies += (tl.where(healthy, loaded[k], -1),)
     return copies
 
 
@@ -230,10 +236,10 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
     arrival = tl.where(alive, source * job.max_tokens + token, 0)
     ELEMENT: tl.constexpr = outputs.y_ptr.dtype.element_ty
     BITS: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16
-    # Also for rows that have not come: the addresses then do not wait for the copies.
+    # Also of rows without assignments: the addresses then do not wait for these.
     dest = buffer_ptrs(job, LL_COMBINE, source, alive, BITS)
     copy_ptrs = outputs.copy_rows_ptr + arrival * choices.TOPK
-    copies = _copies_of(copy_ptrs, alive, choices.TOPK)
+    copies = _copies_of(copy_ptrs, alive, healthy, choices.TOPK)
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     column = (piece * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
     in_row = column < hidden
@@ -274,7 +280,7 @@ def _reduce(job, epoch, placement_ptr, worker, workers, outputs, hidden, choices
     tokens = tl.load(report_ptrs(placement_ptr, ranks, REPORT_TOKENS), mask=is_rank(job, ranks), other=0)
     # At most max_tokens even after a dispatch that failed, and wrote no report.
     groups = tl.cdiv(job.num_ranks * tl.minimum(tl.max(tokens), job.max_tokens), tile.ROWS)
-    # The first item does not wait for the numbers of tokens: rows that no token has filled have no copies.
+    # The first item does not wait for the numbers of tokens: rows that no token has filled have no assignments.
     number = worker
     more = worker < tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES
     while more:

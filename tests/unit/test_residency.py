@@ -310,8 +310,9 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_rows_are_copied_in_bulk_if_their_format_allows(payload: str | None) -> None:
-    """Within a node and without a budget, or if copy engines send them, rows of multiples of 16 bytes that are not converted, unless settings are
-    tuned or two rows do not fit; the plan counts the shared memory that the compiler does not see."""
+    """Within a node, without a budget or where copy engines send them, rows of multiples of 16 bytes that are not
+    converted, unless settings are tuned or two rows do not fit; the plan counts the shared memory that the compiler
+    does not see."""
     shape = Shape(4096, 7168, 8, 256, 4, 4, payload=payload)
     landing = LANDING_WORDS if payload is None else LANDING_MX
 
