@@ -9,7 +9,7 @@ the calls of the new checkout's bench_doors.py. Both checkouts start their ranks
 measure in turn; the other one sleeps. A row of the table has the median of the repeats of each checkout, the change in
 percent, the spread of the old one, (largest - smallest) / median, and both host times of a call, the smallest of the
 repeats, because other work on the host only adds to them. The exit code is 1 if a row is slower by more than `--limit`
-percent plus that spread.
+percent plus that spread. SIGTERM, which `timeout` sends, ends the run after the last repeat of both, with exit code 3.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import contextlib
 import csv
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -154,6 +155,25 @@ def _table(
     return lines, slower
 
 
+def _run_both(a: argparse.Namespace, folder: str) -> bool:
+    """Run both checkouts until they have ended, or until SIGTERM. Returns whether one failed."""
+    _give_turn(folder, f"0 {SIDES[0]}")
+    processes = []
+    for side, checkout in zip(SIDES, (a.old, a.new), strict=True):
+        path = str(Path(checkout).resolve())
+        words = ["--old", a.old, "--repeats", str(a.repeats), "--side", side, "--folder", folder, *a.commands]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+        processes.append(subprocess.Popen([sys.executable, __file__, *words], cwd=path, env=environment))
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    while any(process.poll() is None for process in processes):
+        if stopped or any(process.poll() for process in processes):  # the other one would wait forever for its turn
+            for process in processes:
+                process.kill()
+        time.sleep(0.2)
+    return not stopped and any(process.returncode for process in processes)
+
+
 def main() -> int:
     """Run both checkouts and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,21 +192,11 @@ def main() -> int:
         _work(a.side, a.folder, a.repeats, a.commands)
         return 0
     with tempfile.TemporaryDirectory() as name:
-        _give_turn(name, f"0 {SIDES[0]}")
-        processes = []
-        for side, checkout in zip(SIDES, (a.old, a.new), strict=True):
-            path = str(Path(checkout).resolve())
-            words = ["--old", a.old, "--repeats", str(a.repeats), "--side", side, "--folder", name, *a.commands]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
-            processes.append(subprocess.Popen([sys.executable, __file__, *words], cwd=path, env=environment))
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):  # the other one would wait forever for its turn
-                for process in processes:
-                    process.kill()
-            time.sleep(0.2)
-        if any(process.returncode for process in processes):
+        failed = _run_both(a, name)
+        repeats = int(_turn(name).split()[0])
+        if failed or not repeats:
             return 2
-        lines, slower = _table(Path(name), a.repeats, a.limit, {"old": a.old_commit, "new": a.new_commit})
+        lines, slower = _table(Path(name), repeats, a.limit, {"old": a.old_commit, "new": a.new_commit})
     shown = [name for name in lines[0] if name not in MACHINE and not name.endswith("_commit")]
     widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in shown}
     for line in [dict(zip(widths, widths, strict=True)), *lines]:
@@ -196,7 +206,7 @@ def main() -> int:
             writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
-    return int(slower)
+    return int(slower) if repeats == a.repeats else 3
 
 
 if __name__ == "__main__":
