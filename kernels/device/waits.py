@@ -37,21 +37,21 @@ TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 
 
 @triton.jit
-def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0, POLLS_AS_ONE: tl.constexpr = 1):
+def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; returns False if the wait expired.
 
     Flags may wrap: a flag less than 2**63 ahead counts as reached. Flags of low-latency calls hold the call's number in
     the upper half of a word, which overflows after some hours of decoding.
     flag_ptrs: block of pointers to this rank's own flags. In the status record, flag i of the block is flag
-    `first_index` + i of its buffer; first_index: a number, or one for each i. POLLS_AS_ONE: as many polls count as one
-    for `pause`. Pairs with `release_flags` on the writer's side.
+    `first_index` + i of its buffer; first_index: a number, or one for each i. Pairs with `release_flags` on the
+    writer's side.
     """
-    arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index, POLLS_AS_ONE)
+    arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index)
     return arrived
 
 
 @triton.jit
-def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0, POLLS_AS_ONE: tl.constexpr = 1):
+def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off."""
     deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
     polls = 0
@@ -60,7 +60,7 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
     seen = read_flags(job, flag_ptrs, mask, expected)
     late = tl.max(tl.where(seen - expected < 0, 1 + failed, 0))
     while late == 1:
-        pause(polls // POLLS_AS_ONE)
+        pause(polls)
         polls += 1
         given_up = has_given_up(job, polls, deadline)
         seen = read_flags(job, flag_ptrs, mask, expected)

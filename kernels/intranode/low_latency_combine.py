@@ -298,8 +298,7 @@ def _meet(job, epoch, tag, WP: tl.constexpr):
     in_group = is_rank(job, peers)
     first = first_of_half(job, epoch)
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
-    called = epoch << _CALL_SHIFT
-    arrived, seen = wait_values(job, flag_ptrs, in_group, called, WAIT_LL_PARTIALS, first, POLLS_AWAKE)
+    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _CALL_SHIFT, WAIT_LL_PARTIALS, first)
     if arrived:
         tags = seen.to(tl.int32)
         # The host raises, so sums of rows of different calls are not used.

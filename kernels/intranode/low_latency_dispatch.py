@@ -59,7 +59,6 @@ from ..device.calls import CALLS_LL_DISPATCH, report_calls, words_unlike
 from ..device.early import await_previous, let_next_start
 from ..device.job import Job, in_one_node, is_rank, num_experts, state_at
 from ..device.low_latency import (
-    POLLS_AWAKE,
     end_turn,
     first_of_half,
     on_owner,
@@ -511,8 +510,7 @@ def _await_told(job, staging, WP: tl.constexpr):
     source = tl.arange(0, WP)
     in_group = is_rank(job, source)
     flag_ptrs, first = staging.flag_ptr + source, staging.first_source
-    call = staging.epoch << _CALL_SHIFT
-    arrived, seen = wait_values(job, flag_ptrs, in_group, call, WAIT_LL_ROWS, first, POLLS_AWAKE)
+    arrived, seen = wait_values(job, flag_ptrs, in_group, staging.epoch << _CALL_SHIFT, WAIT_LL_ROWS, first)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
     own = tl.max(tl.where(source == job.rank, word_of, 0)) >> _WORD_SHIFT
     unlike = in_group & words_unlike(own, word_of >> _WORD_SHIFT)
@@ -591,7 +589,7 @@ def _expand_item(
     places = first_source + of_source - tl.arange(0, tile.ROWS)
     arrived = tl.max(here.to(tl.int32)) == 0
     if arrived == 0:
-        arrived = wait_flags(job, flag_ptrs, here, staging.epoch << _CALL_SHIFT, WAIT_LL_ROWS, places, POLLS_AWAKE)
+        arrived = wait_flags(job, flag_ptrs, here, staging.epoch << _CALL_SHIFT, WAIT_LL_ROWS, places)
     if group.is_last:  # this program waits for no rank any more
         let_next_start()
     if arrived:
