@@ -108,7 +108,7 @@ def count_overflow(job, num_rows):
 @triton.jit
 def own_buffer(job, BUFFER: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to this rank's instance of a buffer."""
-    return tl.multiple_of(address_of(job, BUFFER, job.rank).to(tl.pointer_type(DTYPE)), 16)
+    return pointers_at(address_of(job, BUFFER, job.rank), DTYPE)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def buffer_ptrs(job, BUFFER: tl.constexpr, peers, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def pointers_at(addr, DTYPE: tl.constexpr):
-    """Pointers to addresses from the tables, int64.
+    """Pointers to addresses from the tables, int64, one or a block.
 
     The compiler knows no alignment of an address read from a table: without this hint, accesses compile to 2 bytes
     each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.

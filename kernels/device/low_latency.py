@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from . import codes
-from .buffers import TIMEOUT_US
-from .job import is_rank, state_at
-from .spin import now_ns, pause
-from .waits import has_given_up
+from .job import is_rank
+from .spin import pause
+from .waits import deadline_of, has_given_up
 
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
@@ -89,7 +88,7 @@ def await_words(job, ptrs, wanted, words, epoch):
 
     words: what has been loaded before, volatile. The caller reports an expired wait.
     """
-    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
+    deadline = deadline_of(job)
     polls = 0
     late = tl.max(tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
     while late == 1:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import COMBINE_WEIGHT, COMBINE_X, table_ptrs
+from .buffers import COMBINE_WEIGHT, COMBINE_X, pointers_at, table_ptrs
 from .job import first_local, is_local, on_my_node
 
 
@@ -125,7 +125,7 @@ def _pointers(bases, local, DTYPE: tl.constexpr):
     """Pointers [ROWS] to the buffers of local ranks [ROWS], given the addresses [LWP] of all; multiples of 16 bytes."""
     every = tl.arange(0, bases.shape[0])[None, :]
     address = tl.sum(tl.where(every == local[:, None], bases[None, :], 0), axis=1)
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+    return pointers_at(address, DTYPE)
 
 
 @triton.jit

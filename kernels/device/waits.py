@@ -53,7 +53,7 @@ def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_in
 @triton.jit
 def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off."""
-    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
+    deadline = deadline_of(job)
     polls = 0
     # After a first failure the rank's data are no longer valid: another wait would only add another time-out.
     failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
@@ -70,6 +70,12 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
     # The acquire pairs with the release of the flag's writer; the barrier extends the order to the other threads.
     tl.debug_barrier()
     return (late == 0) & (failed == 0), seen
+
+
+@triton.jit
+def deadline_of(job):
+    """When a wait that begins now expires, in nanoseconds of `now_ns`."""
+    return now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
 
 
 @triton.jit
@@ -91,7 +97,7 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
     next call only after this rank has finished this one.
     Returns whether all flags came in time with this tag, whether a tag differs, and the flags.
     """
-    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
+    deadline = deadline_of(job)
     polls = 0
     failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
     wanted = expected << TAG_BITS
@@ -175,7 +181,7 @@ def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
     These programs wait for nobody, so they arrive even after a failure, and a failure does not end this wait. Their
     adds are releases. The record of an expiry names this rank.
     """
-    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
+    deadline = deadline_of(job)
     polls = 0
     one = tl.arange(0, 1)
     wanted = tl.cast(expected, tl.int64)

@@ -25,7 +25,9 @@ Memory order  None between 2 and 3 or 3 and 5: each word shows by itself that it
               Replay needs.
 Progress      1 and 2 wait for nobody, 3 and 4 for other ranks, 5 for other ranks and for 3 of all workers of this rank.
               So all ranks get on if all workers run at the same time. They are at most as many as fit on half
-              of the GPU (triton_ep/ops/tuning.py), so those of another layer fit next to them.
+              of the GPU (triton_ep/ops/tuning.py), so those of another layer fit next to them. Launched early
+              (device/early.py), all programs first wait for the end of the kernel ahead. Each lets the next kernel
+              start when it has no more sums to wait for, so those that wait for their turn keep no place from others.
 Replay        A rank stores for epoch n after its combine n - 1 has ended. For that, every rank had told its number
               n - 1, each after its own combine n - 2, the last reader of the halves that are now written. A rank
               without tokens waits as well. Only sums are reset, each by the worker that has read it.
@@ -45,7 +47,6 @@ from ..device.buffers import (
     LL_COMBINE_FLAG,
     LL_WEIGHTS,
     STATUS,
-    TIMEOUT_US,
     buffer_ptrs,
     own_buffer,
     table_ptrs,
@@ -66,9 +67,16 @@ from ..device.low_latency import (
     turn_of,
 )
 from ..device.payload import Choices, RowTile
-from ..device.spin import now_ns, pause
+from ..device.spin import pause
 from ..device.tables import REPORT_TOKENS, report_ptrs
-from ..device.waits import WAIT_LL_PARTIALS, has_given_up, release_flags, report_expiry, wait_values
+from ..device.waits import (
+    WAIT_LL_PARTIALS,
+    deadline_of,
+    has_given_up,
+    release_flags,
+    report_expiry,
+    wait_values,
+)
 from ..spec import ep_kernel
 
 _CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
@@ -362,7 +370,7 @@ def _await_sums(
     """
     # -0 in every element.
     NOTHING: tl.constexpr = -0x7FFF8000 if PACKED else -(1 << (ELEMENT.primitive_bitwidth - 1))
-    deadline = now_ns() + tl.load(state_at(job, TIMEOUT_US)) * 1000
+    deadline = deadline_of(job)
     offs = tl.arange(0, mask.shape[1])[None, :]
     polls = 0
     late = 1

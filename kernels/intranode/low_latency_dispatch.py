@@ -29,7 +29,9 @@ Memory order  The stores of a token's program precede the release of its row fla
               4 acquire, what Replay needs.
 Progress      1 and 2 wait for nobody. 3 and 4 wait for 1 and 2 of all ranks; those of their own launch have lower
               numbers and so have started before. The programs that wait are at most as many as fit on half of the GPU
-              (triton_ep/ops/tuning.py), so 1 and 2 of another layer fit next to them.
+              (triton_ep/ops/tuning.py), so 1 and 2 of another layer fit next to them. Launched early
+              (device/early.py), all programs first wait for the end of the kernel ahead. Each lets the next kernel
+              start when it has no more rows to wait for, so those that wait for their turn keep no place from others.
 Replay        A rank stores for epoch n after its dispatch n - 1 has ended. For that, every rank had told n - 1, each
               after its own dispatch n - 2, the last reader of the halves that are now written.
 Two launches  If sending and receiving are separate, the same kernel is launched twice: first with 1 and 2, then with 3
@@ -291,9 +293,9 @@ def _count_earlier(ids, start, position, mine):
 
 
 @triton.jit
-def _load_tile(tokens, token, t):
-    """Tile `t` of the row of token number `token`, [1, PUSH_BLOCK]."""
-    row = tl.arange(0, 1) + token
+def _load_tile(tokens, number, t):
+    """Tile `t` of the row of token `number`, [1, PUSH_BLOCK]."""
+    row = tl.arange(0, 1) + number
     row_ptrs = tokens.x_ptr + row.to(tl.int64) * tokens.x_words
     return load_row_tile(row_ptrs, row < tokens.num_tokens, t * tokens.PUSH_BLOCK, tokens.x_words, tokens.PUSH_BLOCK)
 

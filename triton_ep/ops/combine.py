@@ -48,7 +48,7 @@ def combine(
     aside = plan.overlapped and not plan.early
     y, own_row = _publish(ctx, fmt, y, weights, desc, plan, aside)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    own = (y, own_row) if own_row >= 0 else (out, -1)
+    own = (y, own_row) if own_row >= 0 else (out, -1)  # a tensor of the right type, not read
     _receive(ctx, fmt, out, own, weights is not None, desc, plan, biases, split=False)
     if aside:
         ctx.join()

@@ -395,8 +395,8 @@ def _pull(s: Shape, kernel: str, reduced: bool, constexprs: dict[str, Any], whol
         return Summing(16, 128, 8192, min(most, 4), 1, tiles).plan(s, kernel, constexprs)
     at_once = min(most, 4 if reduced else 8)
     if whole and s.copy_engines:
-        # All rows have arrived. Sums from registers take longer: 138 us instead of 74, and next to products 264 instead
-        # of 205 (2 x H200, 24 multiprocessors).
+        # Of rows that copy engines sent, all have arrived. Sums from registers take longer then: 138 us instead of 74,
+        # and next to products 264 instead of 205 (2 x H200, 24 multiprocessors).
         return Summing(16, 64, 8192, at_once, 3).plan(s, kernel, constexprs)
     if whole:
         return Summing(32, 64, 8192, at_once, 1).plan(s, kernel, constexprs)
