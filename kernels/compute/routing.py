@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import push_meta, push_sources, raise_for_copies
-from ..device.buffers import STAGE_X, STATUS, address_of
+from ..device.arrivals import meta_addresses, push_meta, push_sources, raise_for_copies
+from ..device.buffers import EPOCH_DISPATCH, EPOCH_PLACED, STAGE_X, STATUS, address_of
+from ..device.early import await_previous
 from ..device.host_read import is_held
 from ..device.job import (
     Job,
@@ -80,6 +81,7 @@ from ..device.tables import (
     tiles_of,
 )
 from ..device.tiles import TILE_ROWS, write_tile_table
+from ..device.waits import WAIT_SPLITS, wait_flags
 from ..spec import ep_kernel
 from .map_slots import fill_slots
 
@@ -250,12 +252,10 @@ def _store_ranked(slot_ptrs, counts_ptr, group, alike, mask):
 
 @triton.jit
 def _store_packed(
-    job,
     arrivals,  # ArrivalRows
     entries,
-    entry,  # [T, KP] offsets into a [T, K] table
-    owner,
-    arrival,
+    entry,  # [T, K] offsets into a [T, K] table
+    addrs,  # push addresses, 0 = not pushed; not stored if copy engines send the rows
     sum_row,  # rows of sums in this rank's combine buffer
     here,
     mask,
@@ -264,10 +264,7 @@ def _store_packed(
     finds sums."""
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
     if not arrivals.ENGINES:
-        addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
-        addrs += arrival.to(tl.int64) * arrivals.row_bytes
-        pushed = here & ((owner != job.rank) | (arrivals.in_place == 0))
-        tl.store(arrivals.push_addrs_ptr + at, tl.where(pushed, addrs, 0), mask=mask)
+        tl.store(arrivals.push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
     tl.store(entry_field(entries, PULL_ROW) + at, tl.where(here, sum_row, -1), mask=mask)
 
 
@@ -322,6 +319,110 @@ class Sizes(NamedTuple):
     BLOCK_T: tl.constexpr
 
 
+@triton.jit
+def _await_placed(job):
+    """Wait until the kernel ahead, if it still runs, has written `placement`. It no longer waits for other ranks."""
+    one = tl.arange(0, 1)
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH), volatile=True)
+    wait_flags(job, state_at(job, EPOCH_PLACED) + one, one == 0, epoch, WAIT_SPLITS, job.rank)
+
+
+class _Found(NamedTuple):
+    """What `count_chunk` has found for entries [T, K].
+
+    Attributes:
+        expert: -1 = dropped.
+        slot: slot in the chunk among the entries of the expert.
+        in_rank, in_node: likewise among the tokens of the rank and of the node; -1 = not the first entry there.
+        weights: routing weights, or of another type if there are none.
+    """
+
+    expert: Any
+    slot: Any
+    in_rank: Any
+    in_node: Any
+    weights: Any
+
+
+@triton.jit
+def _found(entries, routed, offs, mask):
+    """Load `_Found`."""
+    expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
+    slot = tl.load(entry_field(entries, DST_ROW) + offs, mask=mask, other=0)
+    in_rank = tl.load(entry_field(entries, STAGE_ROW) + offs, mask=mask, other=-1)
+    in_node = tl.load(entry_field(entries, NODE_SLOT) + offs, mask=mask, other=-1)
+    weights = slot
+    if routed.HAS_WEIGHTS:
+        weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
+    return _Found(expert, slot, in_rank, in_node, weights)
+
+
+class _Begins(NamedTuple):
+    """For entries [T, K], where the numbers begin to which slots are added. They depend on each other's loads only by
+    the expert, and are all loaded before anything is stored: behind a store, each load would wait for memory again.
+
+    Attributes:
+        owner, node: of the expert; of expert 0, if the entry is dropped.
+        position: with given scatter indices, the slot among this rank's entries for the expert; else like `of_expert`.
+        of_expert: first output row; without given scatter indices of the chunk.
+        of_rank, of_node: tokens of earlier chunks for the rank and the node.
+        stage: first staging row of this rank's tokens at the owner.
+        sums_from: from a staging row to the row of its sum.
+        meta_addrs, stage_addrs: addresses of the owner's buffers; the second not with copy engines.
+    """
+
+    owner: Any
+    node: Any
+    position: Any
+    of_expert: Any
+    of_rank: Any
+    of_node: Any
+    stage: Any
+    sums_from: Any
+    meta_addrs: Any
+    stage_addrs: Any
+
+
+@triton.jit
+def _begins(job, found, scatter, offs, prefix_ptr, placement_ptr, ENGINES: tl.constexpr):
+    """Load `_Begins`."""
+    valid, first = found.expert >= 0, found.in_rank >= 0
+    owner = owner_of(job, tl.maximum(found.expert, 0))
+    node = node_of(job, owner)
+    here = first & on_my_node(job, owner)
+    of_expert = tl.load(bases_of(job, placement_ptr) + found.expert, mask=valid, other=0)
+    position = of_expert
+    if scatter.HAS_SCATTER:
+        position = tl.load(scatter.scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
+        position -= tl.load(sort_bases_of(job, placement_ptr) + found.expert, mask=valid, other=0)
+    else:
+        of_expert += tl.load(prefix_ptr + found.expert, mask=valid, other=0)
+    meta_addrs = meta_addresses(job, owner, here)
+    stage_addrs = meta_addrs
+    if not ENGINES:
+        stage_addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
+    return _Begins(
+        owner,
+        node,
+        position,
+        of_expert,
+        tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0),
+        tl.load(node_columns_of(job, prefix_ptr) + node, mask=found.in_node >= 0, other=0),
+        tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0),
+        # Of [N, LW] numbers, those of my node have the place of the owner's rank.
+        tl.load(sums_from_of(job, placement_ptr) + owner, mask=here, other=0),
+        meta_addrs,
+        stage_addrs,
+    )
+
+
+@triton.jit
+def _rows_before(job, prefix_ptr, LWP: tl.constexpr):
+    """[1, LWP] staging rows that the tokens of earlier chunks take at each rank of this node."""
+    local = tl.arange(0, LWP)[None, :]
+    return tl.load(rank_columns_of(job, prefix_ptr) + first_local(job) + local, mask=is_local(job, local), other=0)
+
+
 @ep_kernel(
     entries_ptr="*i32",
     scatter_idx_ptr="*{IDX}",
@@ -343,77 +444,74 @@ def routing_slots_kernel(
     sizes: Sizes,
 ):
     num_chunks = tl.num_programs(0) - 1
-    dst_row_ptr = entry_field(entries, DST_ROW)
-    stage_row_ptr = entry_field(entries, STAGE_ROW)
-    node_slot_ptr = entry_field(entries, NODE_SLOT)
+    chunk = tl.program_id(0)
     token, k, offs, mask = _entries(entries.num_tokens, entries.TOPK, sizes.KP, sizes.BLOCK_T)
-    # Loaded before it is known whether they are needed, so that one wait serves both.
-    expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
-    in_chunk = tl.load(dst_row_ptr + offs, mask=mask, other=0)
-    in_rank = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
-    in_node = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
+    _await_placed(job)
+    # Loaded before it is known whether they are needed, so that one wait serves all.
+    found = _found(entries, routed, offs, mask)
     failed = tl.load(state_at(job, STATUS)) != 0
     nothing = failed | is_held(job, placement_ptr)
-    if tl.program_id(0) == num_chunks:
+    if chunk == num_chunks:
         _write_tiles(job, placement_ptr, nothing, sizes.EP)
         if arrivals.ENGINES:
             if failed:  # the copies that follow cannot be held back
                 post_overrun(job, sizes.LWP)
             if nothing == 0:
                 raise_for_copies(job, sizes.SENDERS)
-    if nothing | (tl.program_id(0) == num_chunks):
+    if nothing | (chunk == num_chunks):
+        await_previous()
         return
-    valid = expert >= 0
-    owner = owner_of(job, tl.maximum(expert, 0))
-    node = node_of(job, owner)
-    prefix_ptr = chunks_ptr + tl.cast(tl.program_id(0), tl.int64) * num_columns_of(job)
-
+    prefix_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns_of(job)
+    begins = _begins(job, found, scatter, offs, prefix_ptr, placement_ptr, arrivals.ENGINES)
+    rows_before = _rows_before(job, prefix_ptr, sizes.LWP)
+    valid, owner, node = found.expert >= 0, begins.owner, begins.node
+    slot = found.slot
     if scatter.HAS_SCATTER:
-        position = tl.load(scatter.scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
-        slot = position - tl.load(sort_bases_of(job, placement_ptr) + expert, mask=valid, other=0)
-    else:
-        slot = in_chunk + tl.load(prefix_ptr + expert, mask=valid, other=0)
-    dst_row = slot + tl.load(bases_of(job, placement_ptr) + expert, mask=valid, other=0)
-
-    first = in_rank >= 0
-    slot = in_rank + tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
-    if arrivals.in_place != 0:
-        tl.store(arrivals.tokens_ptr + slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
-    stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
-    stage_row = tl.where(first, stage_row, -1)
-
-    first_of_node = in_node >= 0
-    slot = in_node + tl.load(node_columns_of(job, prefix_ptr) + node, mask=first_of_node, other=0)
+        slot = begins.position
+    dst_row = slot + begins.of_expert
+    first = found.in_rank >= 0
+    own_slot = found.in_rank + begins.of_rank
+    stage_row = tl.where(first, own_slot + begins.stage, -1)
+    first_of_node = found.in_node >= 0
+    node_slot = found.in_node + begins.of_node
 
     # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
     arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
     alive = valid & (dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
     dst_row = tl.where(alive, dst_row, -1)
-    tl.store(dst_row_ptr + offs, dst_row, mask=mask)
-    tl.store(stage_row_ptr + offs, stage_row, mask=mask)
-    tl.store(node_slot_ptr + offs, tl.where(first_of_node, slot, -1), mask=mask)
-    if has_other_nodes(job):
-        node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
-        tokens = tl.broadcast_to(token, slot.shape)
-        tl.store(node_token_ptr + node.to(tl.int64) * entries.num_tokens + slot, tokens, mask=first_of_node)
-        elsewhere = first_of_node & (node != my_node(job))
-        partial = tl.where(elsewhere, slot * num_nodes(job) + node, -1)
-        partial_ptr = entry_field(entries, PULL_PARTIAL)
-        tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
-
     here = first & on_my_node(job, owner)
-    weights = dst_row
-    if routed.HAS_WEIGHTS:
-        weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
-    push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
+    push_meta(
+        begins.meta_addrs,
+        found.weights,
+        tl.where(valid, owner, -1),
+        dst_row,
+        stage_row,
+        here,
+        routed.HAS_WEIGHTS,
+        sizes.KP,
+    )
     if arrivals.ENGINES:
         push_sources(job, owner, stage_row, token, here)
     fits = here & (stage_row < arrivals.stage_capacity)
-    # Of [N, LW] numbers, those of my node have the place of the owner's rank.
-    sum_row = stage_row + tl.load(sums_from_of(job, placement_ptr) + owner, mask=here, other=0)
-    _store_packed(job, arrivals, entries, offs, owner, stage_row, sum_row, fits, mask)
-    _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes)
+    pushed = fits & ((owner != job.rank) | (arrivals.in_place == 0))
+    addrs = begins.stage_addrs + stage_row.to(tl.int64) * arrivals.row_bytes
+    _store_packed(arrivals, entries, offs, tl.where(pushed, addrs, 0), stage_row + begins.sums_from, fits, mask)
+    if arrivals.in_place != 0:
+        tl.store(arrivals.tokens_ptr + own_slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
+    tl.store(entry_field(entries, DST_ROW) + offs, dst_row, mask=mask)
+    tl.store(entry_field(entries, STAGE_ROW) + offs, stage_row, mask=mask)
+    tl.store(entry_field(entries, NODE_SLOT) + offs, tl.where(first_of_node, node_slot, -1), mask=mask)
+    if has_other_nodes(job):
+        node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
+        tokens = tl.broadcast_to(token, slot.shape)
+        tl.store(node_token_ptr + node.to(tl.int64) * entries.num_tokens + node_slot, tokens, mask=first_of_node)
+        elsewhere = first_of_node & (node != my_node(job))
+        partial = tl.where(elsewhere, node_slot * num_nodes(job) + node, -1)
+        partial_ptr = entry_field(entries, PULL_PARTIAL)
+        tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
+    _store_counts_of_parts(job, rows_before, prefix_ptr, placement_ptr, num_chunks, sizes)
+    await_previous()
 
 
 @triton.jit
@@ -429,15 +527,14 @@ def _write_tiles(job, placement_ptr, nothing, EP: tl.constexpr):
 
 
 @triton.jit
-def _store_counts_of_parts(job, prefix_ptr, placement_ptr, num_chunks, sizes):
+def _store_counts_of_parts(job, rows_before, prefix_ptr, placement_ptr, num_chunks, sizes):
     """For the parts that begin at this chunk, store how many staging rows all earlier tokens take at each rank of this
     node, and how many of these tokens go to each node."""
     part = tl.arange(0, PARTS)[:, None]
     begins = part_begin(part, num_chunks) == tl.program_id(0)
     local = tl.arange(0, sizes.LWP)[None, :]
     here = is_local(job, local)
-    rows = tl.load(rank_columns_of(job, prefix_ptr) + first_local(job) + local, mask=here, other=0)
-    rows = tl.broadcast_to(rows, [PARTS, sizes.LWP])
+    rows = tl.broadcast_to(rows_before, [PARTS, sizes.LWP])
     tl.store(step_rows_of(job, placement_ptr) + part * job.ranks_per_node + local, rows, mask=begins & here)
     if has_other_nodes(job):
         nodes = num_nodes(job)

@@ -122,8 +122,14 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
+def meta_addresses(job, owner, here):
+    """Addresses of stage_meta at the owners of entries, for `push_meta`; 0 unless `here`."""
+    return tl.load(table_ptrs(job, STAGE_META, owner), mask=here, other=0)
+
+
+@triton.jit
 def push_meta(
-    job,
+    addrs,  # [n, KP] from `meta_addresses`
     weights,  # [n, KP] float32; not read unless HAS_WEIGHTS
     owner,  # [n, KP] ranks, -1 = dropped
     dst_row,  # [n, KP] output rows, -1 = dropped
@@ -136,7 +142,6 @@ def push_meta(
     mine = owner[:, :, None] == owner[:, None, :]
     at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
     to_all = tl.broadcast_to(here[:, :, None], mine.shape)
-    addrs = tl.load(table_ptrs(job, STAGE_META, owner), mask=here, other=0)
     dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
     tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
     if HAS_WEIGHTS:
@@ -268,6 +273,24 @@ def arrived_rows(job, sources, done, ready, own_done, ROWS: tl.constexpr, LWP: t
     ends = sources.starts + tl.minimum(ready * ROWS, sources.counts)
     each = _each(sources.starts, LWP), _each(befores, LWP), _each(ends, LWP)
     return ArrivedRows(first, end * ranks, local_rank(job) + own_done, ranks, each[0], each[1], each[2])
+
+
+@triton.jit
+def described_rows(job, sources, index, done, ready, own_done, ROWS: tl.constexpr, LWP: tl.constexpr):
+    """The `ArrivedRows` whose stage_meta has come, if that of none came before (`is_described`). index: as of
+    `sources_of`; the others as of `arrived_rows`.
+
+    This node's ranks store it before they push any row, so it has all come with the first step; a forwarded row brings
+    its own.
+    """
+    ready = tl.where(index > 0, ready, tl.cdiv(sources.counts, ROWS))
+    return arrived_rows(job, sources, done, ready, own_done, ROWS, LWP)
+
+
+@triton.jit
+def is_described(index, steps):
+    """Whether the next step brings stage_meta, after `steps` steps. index: as of `sources_of`."""
+    return (index > 0) | (steps == 0)
 
 
 @triton.jit

@@ -13,8 +13,9 @@ rank 3 is at tables[2 * 4 + 3] for stores and at tables[(29 + 2) * 4 + 3] for pu
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, number of
 programs that have finished, address of the alarm word in host memory (nonzero if there is a status record), number of
-rows that did not fit a static capacity, number of programs that have counted their entries. [W] words follow it, for
-the tags of the ranks if their calls differ (device/calls.py).
+rows that did not fit a static capacity, number of programs that have counted their entries, number of the dispatch
+whose segments have been placed last. [W] words follow it, for the tags of the ranks if their calls differ
+(device/calls.py).
 """
 
 import triton
@@ -70,6 +71,7 @@ PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)
 OVERFLOW_TOTAL = tl.constexpr(codes.OVERFLOW_TOTAL)
 PROGRAMS_COUNTED = tl.constexpr(codes.PROGRAMS_COUNTED)
+EPOCH_PLACED = tl.constexpr(codes.EPOCH_PLACED)
 STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 

@@ -217,7 +217,8 @@ PROGRAMS_DONE = 11
 ALARM = 12
 OVERFLOW_TOTAL = 13
 PROGRAMS_COUNTED = 14
-STATE_WORDS = 15
+EPOCH_PLACED = 15
+STATE_WORDS = 16
 """One word per rank follows: if calls differ, 1 + the tag of that rank (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.

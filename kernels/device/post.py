@@ -89,6 +89,8 @@ def post_to_all(
 
     peers = first_rank + tl.arange(0, LWP)
     local = is_local(job, tl.arange(0, LWP))
+    # Loaded before the stores, behind which a load would wait.
+    flag_ptrs = buffer_ptrs(job, FLAG_BUFFER, peers, local, tl.int64) + job.rank
     if COPY_ROW:
         others = local & (peers != job.rank)
         own_ptr = own_buffer(job, ROW_BUFFER, tl.int32) + row.offset // 4
@@ -99,7 +101,6 @@ def post_to_all(
             words = tl.load(own_ptr + offs, mask=mask, other=0)
             words = tl.broadcast_to(words[None, :], [LWP, BLOCK])
             tl.store(dest[:, None] + offs[None, :], words, mask=others[:, None] & mask[None, :])
-    flag_ptrs = buffer_ptrs(job, FLAG_BUFFER, peers, local, tl.int64) + job.rank
     release_flags(flag_ptrs, local, tl.zeros([LWP], tl.int64) + epoch)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import ALL_ROWS, Senders, push_meta, release_arrivals
+from ..device.arrivals import ALL_ROWS, Senders, meta_addresses, push_meta, release_arrivals
 from ..device.buffers import (
     EPOCH_DISPATCH,
     NET_FLAG,
@@ -345,7 +345,8 @@ def _forward_rows(
     if rows.HAS_WEIGHTS:
         weights = tl.load(_meta_ptrs(messages, row, WEIGHTS, tl.float32, choices.KP), mask=mask, other=0.0)
     here = (arrival >= 0) & on_my_node(job, owner)
-    push_meta(job, weights, owner, dst_row, arrival, here, rows.HAS_WEIGHTS, choices.KP)
+    addrs = meta_addresses(job, owner, here)
+    push_meta(addrs, weights, owner, dst_row, arrival, here, rows.HAS_WEIGHTS, choices.KP)
     here &= arrival < rows.stage_capacity
     MOST: tl.constexpr = choices.TOPK if choices.TOPK < LWP else LWP
     _push_rows(job, messages, row, alive, owner, arrival, here, rows, MOST, BLOCK_H)

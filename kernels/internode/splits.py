@@ -8,7 +8,7 @@ Protocol      0 count: the first programs, one for each chunk of tokens (compute
               (device/payload.py):
               2 with copy engines, report overruns of the previous calls (device/overruns.py); advance this rank's
               dispatch epoch
-              3 post my splits row, then my flag = epoch, to every rank (device/post.py); keep a copy in `placement`
+              3 post my splits row, then my flag = epoch, to every rank (device/post.py); `placement` has it, too
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank
               6 compare the host words: if ranks are in different calls, nothing more is sent (device/calls.py)
@@ -37,8 +37,17 @@ import triton.language as tl
 
 from ..compute.map_slots import Given
 from ..compute.routing import Counting, count_chunk
-from ..device.buffers import EPOCH_DISPATCH, PROGRAMS_COUNTED, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
+from ..device.buffers import (
+    EPOCH_DISPATCH,
+    EPOCH_PLACED,
+    PROGRAMS_COUNTED,
+    SPLITS,
+    SPLITS_FLAG,
+    count_overflow,
+    own_buffer,
+)
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
+from ..device.early import let_next_start
 from ..device.host_read import HostRead, must_hold, tell_host
 from ..device.job import (
     Job,
@@ -101,9 +110,9 @@ _NO_INDEX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Exclusive prefix of some columns over the chunks, in place; store totals in the splits row. All 0 if not
-    `counted`."""
+def _scan(job, chunks_ptr, rows, num_chunks, number, counted, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Exclusive prefix of some columns over the chunks, in place; store totals in this rank's row, at both places. All
+    0 if not `counted`."""
     num_columns = num_columns_of(job)
     columns = number * BLOCK_C + tl.arange(0, BLOCK_C)
     chunks = tl.arange(0, BLOCK_N)
@@ -114,21 +123,24 @@ def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.con
         counts = tl.load(ptrs, mask=mask & counted, other=0)
         tl.store(ptrs, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
         total += tl.sum(counts, axis=0)
-    tl.store(row_ptr + columns, total, mask=columns < num_columns)
+    for place in tl.static_range(2):
+        tl.store(rows[place] + columns, total, mask=columns < num_columns)
 
 
 @triton.jit
 def _clear(job, placement_ptr, BLOCK: tl.constexpr):
-    """Zero `placement` up to the tile table. Nothing else writes the gaps between parts."""
-    end = tiles_of(job, tl.zeros([], tl.int32))
+    """Zero `placement` up to the tile table, but for this rank's row. Nothing else writes the gaps between parts."""
+    nothing = tl.zeros([], tl.int32)
+    row, end = row_of(job, nothing), tiles_of(job, nothing)
     for start in range(0, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        tl.store(placement_ptr + offs, 0, mask=offs < end)
+        in_row = (offs >= row) & (offs < row + row_length_of(job))
+        tl.store(placement_ptr + offs, 0, mask=(offs < end) & (in_row == 0))
 
 
 @triton.jit
-def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOCK_N: tl.constexpr):
-    """Write the tail of the splits row, and zeros between the counts and the tail."""
+def _fill_tail(job, chunks_ptr, rows, num_chunks, num_tokens, host_word, BLOCK_N: tl.constexpr):
+    """Write the tail of this rank's row, and zeros between the counts and the tail, at both places."""
     chunks = tl.arange(0, BLOCK_N)
     first_bad = tl.full([], _NO_INDEX, tl.int32)
     bad_id = tl.full([], 0, tl.int32)
@@ -144,28 +156,20 @@ def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOC
         first_bad = tl.minimum(first_here, first_bad)
     tail = row_length_of(job) - TAIL_WORDS
     between = num_columns_of(job) + tl.arange(0, 4)
-    tl.store(row_ptr + between, 0, mask=between < tail)
-    tl.store(tail_ptr(job, row_ptr, REPORT_TOKENS), num_tokens)
-    tl.store(tail_ptr(job, row_ptr, REPORT_BAD_ENTRY), tl.where(first_bad == _NO_INDEX, 0, first_bad + 1))
-    tl.store(tail_ptr(job, row_ptr, REPORT_BAD_ID), bad_id)
-    tl.store(tail_ptr(job, row_ptr, REPORT_HOST_WORD), host_word)
+    for place in tl.static_range(2):
+        row_ptr = rows[place]
+        tl.store(row_ptr + between, 0, mask=between < tail)
+        tl.store(tail_ptr(job, row_ptr, REPORT_TOKENS), num_tokens)
+        tl.store(tail_ptr(job, row_ptr, REPORT_BAD_ENTRY), tl.where(first_bad == _NO_INDEX, 0, first_bad + 1))
+        tl.store(tail_ptr(job, row_ptr, REPORT_BAD_ID), bad_id)
+        tl.store(tail_ptr(job, row_ptr, REPORT_HOST_WORD), host_word)
 
 
 @triton.jit
-def _next_row(job):
-    """Offset of this rank's row of this dispatch in the splits buffer, in words."""
-    epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
-    return ((epoch & 1) * job.num_ranks + job.rank) * row_length_of(job)
-
-
-@triton.jit
-def _exchange(job, placement_ptr, sizes):
-    """Post this rank's row to all ranks and wait for their rows. Meanwhile copy the row to `placement`."""
+def _exchange(job, epoch, sizes):
+    """Post this rank's row to all ranks and wait for their rows."""
     row_length = row_length_of(job)
-    my_row = _next_row(job)
-    epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
-    # All threads must have read the epoch.
-    tl.debug_barrier()
+    my_row = ((epoch & 1) * job.num_ranks + job.rank) * row_length
     tl.store(state_at(job, EPOCH_DISPATCH), epoch)
     post_to_all(
         job,
@@ -179,10 +183,6 @@ def _exchange(job, placement_ptr, sizes):
         sizes.LWP,
         sizes.BLOCK,
     )
-    for start in range(0, row_length, sizes.BLOCK):
-        offs = start + tl.arange(0, sizes.BLOCK)
-        words = tl.load(own_buffer(job, SPLITS, tl.int32) + my_row + offs, mask=offs < row_length, other=0)
-        tl.store(row_of(job, placement_ptr) + offs, words, mask=offs < row_length)
     sources = tl.arange(0, sizes.WP)
     flag_ptrs = own_buffer(job, SPLITS_FLAG, tl.int64) + sources
     wait_flags(job, flag_ptrs, is_rank(job, sources), epoch, WAIT_SPLITS)
@@ -211,24 +211,54 @@ def _report_sums(job, splits_ptr, placement_ptr, WP: tl.constexpr, PAIRS: tl.con
     return of_earlier
 
 
+class _Told(NamedTuple):
+    """What all ranks have told of some of them, besides the counts per expert. All of it is loaded before anything is
+    stored: behind a store, each load would wait for memory again.
+
+    Attributes:
+        tokens: [source, owner] tokens of each rank for these ranks.
+        tail: [owner, TAIL_WORDS] tails of their rows.
+        from_there: [owner] tokens of these ranks for this node.
+    """
+
+    tokens: Any
+    tail: Any
+    from_there: Any
+
+
+@triton.jit
+def _told(job, splits_ptr, owner, WP: tl.constexpr):
+    """Load `_Told` of ranks [OWNERS]."""
+    row_length = row_length_of(job)
+    source = tl.arange(0, WP)
+    is_owner = is_rank(job, owner)
+    mask = is_rank(job, source)[:, None] & is_owner[None, :]
+    tokens_ptrs = rank_columns_of(job, splits_ptr + source[:, None] * row_length) + owner[None, :]
+    field = tl.arange(0, TAIL_WORDS)[None, :]
+    tail_ptrs = tail_ptr(job, splits_ptr + owner[:, None] * row_length, REPORT_TOKENS) + field
+    from_ptrs = node_columns_of(job, splits_ptr + owner * row_length) + my_node(job)
+    return _Told(
+        tl.load(tokens_ptrs, mask=mask, other=0),
+        tl.load(tail_ptrs, mask=is_owner[:, None], other=0),
+        tl.load(from_ptrs, mask=is_owner, other=0),
+    )
+
+
 @triton.jit
 def _report(
     job,
-    splits_ptr,
     placement_ptr,
     owner,  # [OWNERS] ranks
+    told,  # of these ranks
     rows,  # [OWNERS] their output rows
     earlier_sums,  # [WP] for the tokens of each rank, the first row of these ranks' sums at the rank that adds them
     sizes,
 ):
     """Store the results per rank: reports, staging rows, rows of sums, tokens from other nodes. Returns [WP] how many
     sums of each rank's tokens these ranks compute for ranks of this node."""
-    row_length = row_length_of(job)
     source = tl.arange(0, sizes.WP)
     is_owner = is_rank(job, owner)
-    mask = is_rank(job, source)[:, None] & is_owner[None, :]
-    tokens_ptrs = rank_columns_of(job, splits_ptr + source[:, None] * row_length) + owner[None, :]
-    tokens = tl.load(tokens_ptrs, mask=mask, other=0)  # [source, owner]
+    tokens = told.tokens
     before_me = tl.sum(tl.where((source < job.rank)[:, None], tokens, 0), axis=0)
     tl.store(stage_bases_of(job, placement_ptr) + owner, before_me, mask=is_owner)
     here = tl.sum(tl.where((owner == job.rank)[None, :], tokens, 0), axis=1)  # [source]
@@ -253,15 +283,11 @@ def _report(
     tl.store(report_ptrs(placement_ptr, owner, REPORT_ROWS), rows, mask=is_owner)
     tl.store(report_ptrs(placement_ptr, owner, REPORT_ARRIVALS), tl.sum(tokens, axis=0), mask=is_owner)
     field = tl.arange(0, TAIL_WORDS)[None, :]
-    tail_ptrs = tail_ptr(job, splits_ptr + owner[:, None] * row_length, REPORT_TOKENS) + field
-    tail = tl.load(tail_ptrs, mask=is_owner[:, None], other=0)
-    tl.store(report_ptrs(placement_ptr, owner[:, None], REPORT_TOKENS) + field, tail, mask=is_owner[:, None])
+    tl.store(report_ptrs(placement_ptr, owner[:, None], REPORT_TOKENS) + field, told.tail, mask=is_owner[:, None])
 
     is_counterpart = is_owner & (local_of(job, owner) == local_rank(job))
-    from_ptrs = node_columns_of(job, splits_ptr + owner * row_length) + my_node(job)
-    from_there = tl.load(from_ptrs, mask=is_counterpart, other=0)
     tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
-    tl.store(tokens_from_node_ptr + node_of(job, owner), from_there, mask=is_counterpart)
+    tl.store(tokens_from_node_ptr + node_of(job, owner), told.from_there, mask=is_counterpart)
     return tl.sum(of_node, axis=1)
 
 
@@ -286,6 +312,7 @@ def _place_segments(
     ptrs = splits_ptr + (source * row_length_of(job))[:, None, None] + expert[None, :, :]
     mask = is_rank(job, source)[:, None, None] & is_expert[None, :, :]
     counts = tl.load(ptrs, mask=mask, other=0)  # [source, owner, expert]
+    told = _told(job, splits_ptr, owner, sizes.WP)
     total = tl.sum(counts, axis=0)
     before_me = tl.sum(tl.where((source < job.rank)[:, None, None], counts, 0), axis=0)
     padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
@@ -312,7 +339,7 @@ def _place_segments(
         overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    return tl.sum(of_owner), _report(job, splits_ptr, placement_ptr, owner, rows, earlier_sums, sizes)
+    return tl.sum(of_owner), _report(job, placement_ptr, owner, told, rows, earlier_sums, sizes)
 
 
 class Call(NamedTuple):
@@ -369,6 +396,39 @@ class Sizes(NamedTuple):
     ENGINES: tl.constexpr
 
 
+@triton.jit
+def _place(job, splits_ptr, placement_ptr, epoch, segments, read, sizes):
+    """Derive `placement` from the rows of all ranks; tell the next kernel, then the host, that it is there."""
+    source = tl.arange(0, sizes.WP)
+    word_ptrs = tail_ptr(job, splits_ptr + source * row_length_of(job), REPORT_HOST_WORD)
+    words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
+    earlier = tl.zeros([], tl.int32)
+    earlier_sums = tl.zeros([sizes.WP], tl.int32)
+    MANY_NODES: tl.constexpr = sizes.LWP < sizes.WP
+    if MANY_NODES:
+        # Two loads for each pair, so half as many pairs at a time as segments.
+        PAIRS: tl.constexpr = fewer(sizes.WP, (sizes.OWNERS * sizes.EP + 1) // 2)
+        earlier_sums = _report_sums(job, splits_ptr, placement_ptr, sizes.WP, PAIRS)
+    for first_owner in range(0, job.num_ranks, sizes.OWNERS):
+        entries_there, sums_there = _place_segments(
+            job, splits_ptr, placement_ptr, first_owner, earlier, earlier_sums, segments, sizes
+        )
+        earlier += entries_there
+        earlier_sums += sums_there
+    store_epoch(job, placement_ptr, epoch)
+    if not MANY_NODES:  # each rank adds up the sums of its own tokens
+        tl.store(report_ptrs(placement_ptr, source, REPORT_SUMS), earlier_sums, mask=is_rank(job, source))
+    if words_differ(words, is_rank(job, source)):
+        report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
+    if read.read_number != 0:
+        # Other threads read the reports just stored.
+        tl.debug_barrier()
+        tl.store(held_of(job, placement_ptr), must_hold(job, placement_ptr, read, sizes.WP).to(tl.int32))
+    tl.debug_barrier()
+    tl.atomic_xchg(state_at(job, EPOCH_PLACED), epoch, sem="release", scope="gpu")
+    tell_host(job, placement_ptr, read, sizes.BLOCK)
+
+
 @ep_kernel(
     topk_idx_ptr="*{IDX}",
     map_ptr="*u8",
@@ -399,6 +459,7 @@ def splits_kernel(
 ):
     if packing.PACKED_BLOCKS > 0:
         if tl.program_id(0) >= packing.first_packing:
+            let_next_start()
             pack_rows(packing)
             return
     num_chunks = counting.first_waiting
@@ -410,49 +471,26 @@ def splits_kernel(
         return
     number = tl.program_id(0) - num_chunks
     chunks_ptr = counting.chunks_ptr
-    row_ptr = own_buffer(job, SPLITS, tl.int32) + _next_row(job)
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
+    splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length_of(job)
+    # Where it is posted from, and where later kernels of this rank read it.
+    rows = splits_ptr + job.rank * row_length_of(job), row_of(job, placement_ptr)
     if number == 0:
         # Clear while others count.
         _clear(job, placement_ptr, sizes.BLOCK)
     counted = wait_programs(job, state_at(job, PROGRAMS_COUNTED), num_chunks, WAIT_SPLITS)
-    _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, sizes.BLOCK_N, sizes.BLOCK_C)
+    _scan(job, chunks_ptr, rows, num_chunks, number, counted, sizes.BLOCK_N, sizes.BLOCK_C)
     if number == 0:
         host_word = dispatch_word(job, call.host_word, call.routed_ptr)
         if call.HAS_SCATTER:
             host_word += tl.load(call.bad_scatter_ptr)
         tokens = call.reported_tokens
-        _fill_tail(job, chunks_ptr, row_ptr, num_chunks, tokens, host_word, sizes.BLOCK_N)
+        _fill_tail(job, chunks_ptr, rows, num_chunks, tokens, host_word, sizes.BLOCK_N)
     if last_to_arrive(job, packing.first_packing - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
         if sizes.ENGINES:
             report_overruns(job, sizes.WP)
         # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
-        _exchange(job, placement_ptr, sizes)
-        epoch = tl.load(state_at(job, EPOCH_DISPATCH))
-        row_length = row_length_of(job)
-        splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length
-        store_epoch(job, placement_ptr, epoch)
-        source = tl.arange(0, sizes.WP)
-        word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
-        words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
-        earlier = tl.zeros([], tl.int32)
-        earlier_sums = tl.zeros([sizes.WP], tl.int32)
-        MANY_NODES: tl.constexpr = sizes.LWP < sizes.WP
-        if MANY_NODES:
-            # Two loads for each pair, so half as many pairs at a time as segments.
-            PAIRS: tl.constexpr = fewer(sizes.WP, (sizes.OWNERS * sizes.EP + 1) // 2)
-            earlier_sums = _report_sums(job, splits_ptr, placement_ptr, sizes.WP, PAIRS)
-        for first_owner in range(0, job.num_ranks, sizes.OWNERS):
-            entries_there, sums_there = _place_segments(
-                job, splits_ptr, placement_ptr, first_owner, earlier, earlier_sums, segments, sizes
-            )
-            earlier += entries_there
-            earlier_sums += sums_there
-        if not MANY_NODES:  # each rank adds up the sums of its own tokens
-            tl.store(report_ptrs(placement_ptr, source, REPORT_SUMS), earlier_sums, mask=is_rank(job, source))
-        if words_differ(words, is_rank(job, source)):
-            report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
-        # Other threads read the reports just stored.
-        tl.debug_barrier()
-        tl.store(held_of(job, placement_ptr), must_hold(job, placement_ptr, read, sizes.WP).to(tl.int32))
-        tell_host(job, placement_ptr, read, sizes.BLOCK)
+        _exchange(job, epoch, sizes)
+        let_next_start()
+        _place(job, splits_ptr, placement_ptr, epoch, segments, read, sizes)

@@ -32,6 +32,8 @@ from ..device.arrivals import (
     OwnRows,
     arrived_rows,
     bytes_of_rows,
+    described_rows,
+    is_described,
     own_rows,
     place_of,
     rows_from_there,
@@ -249,11 +251,17 @@ def compact_rows_kernel(
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
+            described = is_described(index, steps)
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
                 _receive_rows(job, out, news, arrivals, None, row_limit, parts.HAS_SCALES, tile, base)
-                _receive_experts(job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS)
+                if described:
+                    # Here, and not with each step: nothing is left to look up when the last rows have come.
+                    news = described_rows(job, sources, index, done, ready, own_done, tile.ROWS, LWP)
+                    _receive_experts(
+                        job, out, recv_idx_ptr, placement_ptr, news, LWP, row_limit, parts, choices, tile.ROWS
+                    )
                 done = ready
     close_ring(tile)
     await_previous()

@@ -46,6 +46,8 @@ from ..device.arrivals import (
     Senders,
     arrived_rows,
     bytes_of_rows,
+    described_rows,
+    is_described,
     own_rows,
     place_of,
     release_arrivals,
@@ -234,17 +236,22 @@ def dispatch_push_kernel(
 ):
     base = open_ring(ring)
     let_next_start()
+    if ring.SLOTS > 0:
+        # The first rows come while this program looks where they go.
+        begin_rows(ring, base)
+        for n in tl.static_range(ring.SLOTS - 1):
+            _load_own(source, ring, base, n, num_tokens)
     if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
+        if ring.SLOTS > 0:
+            for n in tl.static_range(ring.SLOTS - 1):
+                if tl.program_id(0) + n * tl.num_programs(0) < num_tokens:
+                    await_row(ring, base, n)
         return
     step_rows_ptr = step_rows_of(job, placement_ptr)
     local = tl.arange(0, senders.LWP)
     MOST: tl.constexpr = fewer(TOPK, senders.LWP)  # ranks of this node that a token goes to
     num_chunks = tl.cdiv(num_tokens, chunks.BLOCK_T)
     num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)
-    if ring.SLOTS > 0:
-        begin_rows(ring, base)
-        for n in tl.static_range(ring.SLOTS - 1):
-            _load_own(source, ring, base, n, num_tokens)
     for step in range(num_steps):
         # Not carried from step to step: Triton 3.6 and 3.7 lose what they only need as a bound of an inner loop.
         begin = part_begin(part_of_step(step, num_steps), num_chunks) * chunks.BLOCK_T
@@ -427,7 +434,7 @@ def _complete_rows(
     choices,
     SCALE_BYTES: tl.constexpr,
 ):
-    """What `_expand_rows` does besides copying rows, for the rows that `copy_arrived` copies."""
+    """What `_expand_rows` does besides copying rows, for rows that `copy_arrived` copies."""
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
@@ -447,10 +454,10 @@ def _complete_rows(
 
 @triton.jit
 def _lay_out(job, out, arrived, arrivals, own, stage_capacity, landing, choices, tile, base):
-    """Lay out this program's share of some rows, in bulk or through registers. base: ring."""
+    """Lay out this program's share of some rows, through registers, or in bulk; then `_complete_rows` must follow.
+    base: ring."""
     if tile.SLOTS > 0:
         copy_arrived(job, out, arrived, arrivals, own, stage_capacity, choices, tile, base)
-        _complete_rows(job, out, arrived, arrivals.LWP, stage_capacity, landing, choices, tile.SCALE_BYTES)
     else:
         _expand_rows(job, out, arrived, arrivals, own, stage_capacity, landing, choices, tile)
 
@@ -527,16 +534,24 @@ def dispatch_expand_kernel(
     if arrived & (own.in_place != 0):
         news = own_rows(job, placement_ptr, tile.ROWS, LWP)
         _lay_out(job, out, news, arrivals, own, room.stage_capacity, landing, choices, tile, base)
+        if tile.SLOTS > 0:
+            _complete_rows(job, out, news, LWP, room.stage_capacity, landing, choices, tile.SCALE_BYTES)
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         own_done = tl.where(index == 0, own.in_place, 0)
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
+            described = is_described(index, steps)
             arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
                 _lay_out(job, out, news, arrivals, None, room.stage_capacity, landing, choices, tile, base)
+                if tile.SLOTS > 0:
+                    if described:
+                        # Here, and not with each step: nothing is left to look up when the last rows have come.
+                        news = described_rows(job, sources, index, done, ready, own_done, tile.ROWS, LWP)
+                        _complete_rows(job, out, news, LWP, room.stage_capacity, landing, choices, tile.SCALE_BYTES)
                 done = ready
     close_ring(tile)
     await_previous()

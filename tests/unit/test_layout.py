@@ -53,7 +53,7 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
         buffers.ALARM,
         buffers.OVERFLOW_TOTAL,
     ]
-    words += [buffers.PROGRAMS_COUNTED]
+    words += [buffers.PROGRAMS_COUNTED, buffers.EPOCH_PLACED]
     single = [word.value for word in words]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
     assert sorted([*single, *status]) == list(range(buffers.STATE_WORDS.value))

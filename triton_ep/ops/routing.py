@@ -217,11 +217,11 @@ def place(
     own: OwnRows,
 ) -> None:
     """Turn slots into rows, in place; publish to the ranks of this node what will arrive; write the tile table, and the
-    tokens of the own rows."""
+    tokens of the own rows. Launched early, behind `exchange_splits`."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
-    ctx.launcher(("place", *make[1:]), *make, fmt=fmt).launch(
+    ctx.launcher(("place", *make[1:]), *make, fmt=fmt, early=True).launch(
         routing.num_chunks + 1,
         entries_ptr=routing.entries,
         scatter_idx_ptr=routing.entries if scatter is None else scatter,
