@@ -13,8 +13,8 @@ of 8 and 40 rows, the flag is (8 + 3) << 32 | 40; after the last step it is (8 +
 
 If copy engines send the rows (`ENGINES`), they send all rows of a rank as they are: `stage_x` holds the row of token t
 of rank r as number r * max_tokens + t, and `stage_source` [W * max_tokens] int32 says for each staging row which
-number that is. There is one step and one flag, which this rank raises for itself before the copies start, and copy
-engines send to the others after the rows.
+number that is. There is one step and one pair of flags, which this rank raises for itself before the copies start, and
+copy engines send to the others after the rows.
 """
 
 from typing import Any, NamedTuple
@@ -87,10 +87,10 @@ class Senders(NamedTuple):
     """Arrival flags [N, LW, SENDERS], as the programs that send rows see them.
 
     Attributes:
-        num_flags: flags in use, the same number on all ranks and at least the programs; with fewer programs each
-            raises several.
+        num_flags: flags in use, an even number, the same on all ranks and at least the programs; with fewer programs
+            some raise several.
         LWP: ranks of a node, rounded up to a power of two.
-        SENDERS: most flags of a rank, a power of two.
+        SENDERS: most flags of a rank, a power of two, at least 2.
     """
 
     num_flags: Any
@@ -101,12 +101,13 @@ class Senders(NamedTuple):
 class Arrivals(NamedTuple):
     """Arrival flags, as the kernels that wait for rows see them.
 
-    SOURCES * SENDERS is at least the number of threads, so one thread reads each flag. Two threads might read
-    different values of a flag that changes, and their warps would disagree on which rows have been copied.
+    There are at least twice as many flags, SOURCES * SENDERS, as threads, so one thread reads each pair of them. Two
+    threads might read different values of a flag that changes, and their warps would disagree on which rows have been
+    copied.
 
     Attributes:
-        num_senders: flags of each rank that its push raises.
-        num_forwarders: flags of each rank that it raises for rows of other nodes.
+        num_senders: flags of each rank that its push raises, an even number.
+        num_forwarders: flags of each rank that it raises for rows of other nodes, likewise.
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least both numbers.
         LWP: ranks of a node, rounded up to a power of two.
@@ -173,9 +174,10 @@ def release_arrivals(
 
 @triton.jit
 def raise_for_copies(job, SENDERS: tl.constexpr):
-    """Raise the own arrive_flag for all rows: copy engines send it to the other ranks after the rows."""
-    flag_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64) + rank_of(job, my_node(job), local_rank(job)) * SENDERS
-    tl.store(flag_ptr, (arrival_steps(job) + STEPS) << 32 | ALL_ROWS)
+    """Raise the own two flags for all rows: copy engines send them to the other ranks after the rows."""
+    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64) + rank_of(job, my_node(job), local_rank(job)) * SENDERS
+    raised = (arrival_steps(job) + STEPS) << 32 | ALL_ROWS
+    tl.store(flags_ptr + tl.arange(0, 2), tl.zeros([2], tl.int64) + raised)
 
 
 @triton.jit
@@ -342,16 +344,18 @@ def wait_arrivals(
 ):
     """Wait for the next step of a node's tokens. Returns whether it came, tiles [SOURCES] and steps seen by now."""
     SENDERS: tl.constexpr = arrivals.SENDERS
-    flag = tl.arange(0, arrivals.SOURCES * SENDERS)
+    pair = tl.arange(0, arrivals.SOURCES * SENDERS // 2)
+    flag = 2 * pair
     programs = tl.where(sources.node == my_node(job), arrivals.num_senders, arrivals.num_forwarders)
     used = is_local(job, flag // SENDERS) & (flag % SENDERS < programs)
     first_flag = sources.node * job.ranks_per_node * SENDERS
     before = arrival_steps(job)
     expected = (before + steps + 1) << 32
-    arrived, seen = wait_values(job, flags_ptr + first_flag + flag, used, expected, WAIT_ARRIVALS, first_flag)
+    flag_ptrs = flags_ptr + first_flag + flag
+    arrived, seen = wait_values(job, flag_ptrs, used, expected, WAIT_ARRIVALS, first_flag + pair, PAIRS=True)
     # A source is as far as its slowest program; unused flags count as finished.
     seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-    of_source = tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS]), axis=1)
+    of_source = tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS // 2]), axis=1)
     ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(sources.node == my_node(job), 0, sources.starts)
     ready = tl.where(ready < sources.counts, ready // ROWS, tl.cdiv(sources.counts, ROWS))
     # A forwarder that sent us nothing reports no progress, so keep the maximum (internode/dispatch.py).

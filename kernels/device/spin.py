@@ -67,6 +67,11 @@ if INTERPRET.value:
         """The int64 words at a block of addresses, each acquired at system scope."""
         return tl.atomic_add(addresses.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
 
+    @triton.jit
+    def acquire_pairs(addresses):
+        """The lower of two int64 words at each of a block of addresses, multiples of 16; both are acquired."""
+        return tl.minimum(acquire_loads(addresses), acquire_loads(addresses + 8))
+
 else:
 
     @triton.jit
@@ -91,4 +96,17 @@ else:
         """The int64 words at a block of addresses, each acquired at system scope. Triton has no such load."""
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def acquire_pairs(addresses):
+        """The lower of two int64 words at each of a block of addresses, multiples of 16; both are acquired. A thread
+        acquires several addresses one after the other, so with many words this takes half the time."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a, b; ld.acquire.sys.global.v2.b64 {a, b}, [$1]; min.s64 $0, a, b; }",
+            "=l,l",
+            [addresses],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
         )

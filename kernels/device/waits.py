@@ -17,7 +17,7 @@ import triton.language as tl
 from . import codes
 from .buffers import ALARM, PROGRAMS_DONE, STATUS, STATUS_EXPECTED, STATUS_INDEX, STATUS_SEEN, TIMEOUT_US
 from .job import state_at
-from .spin import LOOKS, acquire_loads, now_ns, pause
+from .spin import LOOKS, acquire_loads, acquire_pairs, now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(codes.WAIT_SPLITS)
 WAIT_ARRIVALS = tl.constexpr(codes.WAIT_ARRIVALS)
@@ -51,19 +51,22 @@ def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_in
 
 
 @triton.jit
-def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
-    """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off."""
+def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0, PAIRS: tl.constexpr = False):
+    """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off.
+
+    PAIRS: each pointer, a multiple of 16 bytes, is to two flags, of which the lower counts. They must not wrap.
+    """
     deadline = deadline_of(job)
     polls = 0
     # After a first failure the rank's data are no longer valid: another wait would only add another time-out.
     failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
-    seen = read_flags(job, flag_ptrs, mask, expected)
+    seen = read_flags(job, flag_ptrs, mask, expected, PAIRS)
     late = tl.max(tl.where(seen - expected < 0, 1 + failed, 0))
     while late == 1:
         pause(polls)
         polls += 1
         given_up = has_given_up(job, polls, deadline)
-        seen = read_flags(job, flag_ptrs, mask, expected)
+        seen = read_flags(job, flag_ptrs, mask, expected, PAIRS)
         late = tl.max(tl.where(seen - expected < 0, 1 + given_up, 0))
     if (late > 1) & (failed == 0):
         report_expiry(job, seen, expected, first_index, OPERATION)
@@ -125,14 +128,20 @@ def _verdict(seen, mask, wanted, before, tag, given_up):
 
 
 @triton.jit
-def read_flags(job, flag_ptrs, mask, expected):
-    """Acquire the current flags of this rank; `expected` where masked off. Uses loads, because atomics of many waiting
-    programs queue up; for signals of 32 bits atomics, because only one program waits for them.
+def read_flags(job, flag_ptrs, mask, expected, PAIRS: tl.constexpr = False):
+    """Acquire the current flags of this rank; `expected` where masked off. PAIRS: as in `wait_values`.
+
+    Uses loads, because atomics of many waiting programs queue up; for signals of 32 bits atomics, because only one
+    program waits for them.
     """
     if flag_ptrs.dtype.element_ty == tl.int32:
         return tl.where(mask, tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys").to(tl.int64), expected)
     # The load takes no mask: masked-off lanes read a word of `state` instead, and ignore it.
-    seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), job.state_ptr.to(tl.int64)))
+    addresses = tl.where(mask, flag_ptrs.to(tl.int64), job.state_ptr.to(tl.int64))
+    if PAIRS:
+        seen = acquire_pairs(addresses)
+    else:
+        seen = acquire_loads(addresses)
     return tl.where(mask, seen, expected)
 
 

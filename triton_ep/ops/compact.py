@@ -12,7 +12,7 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops.dispatch import Beside
 from triton_ep.ops.routing import OwnRows
-from triton_ep.ops.tuning import as_words, expanding_programs, forwarding_programs, pushing_programs
+from triton_ep.ops.tuning import as_words, even, expanding_programs, forwarding_programs, pushing_programs
 from triton_ep.runtime.plans import compact as plans
 
 
@@ -96,7 +96,7 @@ def receive(
         tokens_ptr=own.tokens,
         in_place=own.in_place,
         num_senders=pushing_programs(ctx, fmt, beside is not None).flags,
-        num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
+        num_forwarders=0 if cfg.is_intra_node else even(forwarding_programs(cfg, ctx.device)),
         stream=stream,
     )
     if stream is not None:

@@ -34,7 +34,7 @@ def packed(fmt: RowFormat, x: Rows) -> Rows:
 
 
 def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows) -> None:
-    """Copy all rows of this rank to the staging buffers of the others, then the flag that says so; the rows to its own
+    """Copy all rows of this rank to the staging buffers of the others, then the flags that say so; the rows to its own
     one, too, unless they are laid out from where they are.
 
     rows: from `packed`.
@@ -44,7 +44,7 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows, own: OwnRows) 
     for rank in _targets(cfg.rank, cfg.world_size, own.in_place):
         dest = ctx.memory.address_at("stage_x", rank) + cfg.rank * cfg.max_tokens * fmt.wire_bytes
         copy_bytes(dest, source, nbytes, stream)
-    _send_flags(ctx, "arrive_flag", cfg.rank * fmt.shape.senders, 1)
+    _send_flags(ctx, "arrive_flag", cfg.rank * fmt.shape.senders, 2)
 
 
 def sends_compact(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, changed: bool) -> bool:

@@ -23,6 +23,7 @@ from triton_ep.ops.routing import OwnRows, Routing
 from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import (
     as_words,
+    even,
     exchange_programs,
     expanding_programs,
     forwarding_programs,
@@ -147,7 +148,7 @@ def forward(
         forward_ptr=tables,
         row_words=row_words,
         stage_capacity=ctx.sizes.arrival_rows,
-        num_flags=forwarding_programs(cfg, ctx.device),
+        num_flags=even(forwarding_programs(cfg, ctx.device)),
     )
 
 
@@ -284,7 +285,7 @@ def receive(
         tokens_ptr=own.tokens,
         in_place=own.in_place,
         num_senders=pushing_programs(ctx, fmt, beside is not None).flags,
-        num_forwarders=0 if cfg.is_intra_node else forwarding_programs(cfg, ctx.device),
+        num_forwarders=0 if cfg.is_intra_node else even(forwarding_programs(cfg, ctx.device)),
         stream=stream,
     )
     if stream is not None:

@@ -73,7 +73,7 @@ class Pushing(NamedTuple):
 
     Attributes:
         programs: their number.
-        flags: arrival flags of a rank, the same number on all ranks, whatever their programs.
+        flags: arrival flags of a rank, an even number, the same on all ranks, whatever their programs.
         spread: small programs on all multiprocessors.
     """
 
@@ -92,13 +92,18 @@ def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bo
 
 
 def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool) -> Pushing:
-    if ctx.config.copy_engines:  # they send one flag after the rows (ops/copy_engines.py)
-        return Pushing(1, 1, False)
+    if ctx.config.copy_engines:  # they send two flags after the rows (ops/copy_engines.py)
+        return Pushing(1, 2, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
-        return Pushing(programs, programs, False)
-    flags = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
-    return Pushing(flags if overlapped else min(programs, flags), flags, overlapped)
+        return Pushing(programs, even(programs), False)
+    most = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
+    return Pushing(most if overlapped else min(programs, most), even(most), overlapped)
+
+
+def even(programs: int) -> int:
+    """Arrival flags of so many programs: they are watched in pairs (kernels/device/arrivals.py)."""
+    return programs + programs % 2
 
 
 def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool) -> int:

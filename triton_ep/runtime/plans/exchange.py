@@ -284,9 +284,9 @@ def as_many_as_four(
 
 
 def watched_sources(s: Shape, num_warps: int) -> int:
-    """SOURCES of the kernel that expands rows, so that not several but one thread watches each flag."""
+    """SOURCES of the kernel that expands rows, so that not several but one thread watches each pair of flags."""
     fewest = max(next_power_of_2(s.local_world_size), 2)
-    return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
+    return fewest if s.interpreted else max(fewest, 64 * num_warps // s.senders)
 
 
 class Summing(NamedTuple):

@@ -151,10 +151,10 @@ class Shape:
 
     @property
     def senders(self) -> int:
-        """Flags per rank that sends rows, at least one for each of its programs: a power of two, the same for all rows
-        of a layer. Rows of other nodes are forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
+        """Flags per rank that sends rows, at least one for each of its programs: a power of two from 2 on, the same for
+        all rows of a layer. Rows of other nodes are forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
         programs = self.num_sm if self.num_nodes == 1 else 2 * self.num_sm
-        return next_power_of_2(max(programs, SENDING_PROGRAMS) if self.spreads else programs)
+        return next_power_of_2(max(programs, SENDING_PROGRAMS if self.spreads else 2))
 
     @property
     def max_chunks(self) -> int:
