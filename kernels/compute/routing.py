@@ -86,6 +86,8 @@ from ..spec import ep_kernel
 from .map_slots import fill_slots
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
+_FIELD_BITS = tl.constexpr(4)
+"""Bits of a slot in a chunk, by which the slots of up to 8 ranks and their nodes fit a word of 64."""
 _LOW_HALF = tl.constexpr(2**32 - 1)
 
 
@@ -96,15 +98,6 @@ def _entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.const
     k = tl.arange(0, KP)[None, :]
     mask = (token < num_tokens) & (k < TOPK)
     return token, k, token * TOPK + k, mask
-
-
-@triton.jit
-def _first_in_token(group, valid):
-    """Mask [T, K]: true at a token's first valid entry of each group."""
-    k = tl.arange(0, group.shape[1])
-    earlier = (k[:, None] < k[None, :])[None, :, :]
-    alike = valid[:, :, None] & (group[:, :, None] == group[:, None, :]) & earlier
-    return valid & (tl.sum(alike.to(tl.int32), axis=1) == 0)
 
 
 class Counting(NamedTuple):
@@ -118,8 +111,7 @@ class Counting(NamedTuple):
         BLOCK_T: tokens of a chunk.
         CLEARED: columns set to zero at a time.
         OTHERS: entries that each entry is compared with at a time.
-        RANKS: ranks, rounded up, if they are few; else 0.
-        NODES: nodes, rounded up.
+        RANKS: ranks, rounded up, if they are few (`_FIELD_BITS`); else 0.
     """
 
     topk_idx_ptr: Any
@@ -130,7 +122,6 @@ class Counting(NamedTuple):
     CLEARED: tl.constexpr
     OTHERS: tl.constexpr
     RANKS: tl.constexpr
-    NODES: tl.constexpr
 
 
 @triton.jit
@@ -146,6 +137,7 @@ def count_chunk(job, counting, given, entries, num_chunks):
         fill_slots(given, ids_ptr, entries.num_tokens, experts, entries.TOPK, counting.KP, counting.BLOCK_T)
         tl.debug_barrier()  # other threads read the ids
     raw = tl.load(counting.topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
+    first_of_rank, first_of_node = _firsts(job, counting, entries)
     counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
     columns = tl.arange(0, counting.CLEARED)
     for start in range(0, num_columns, counting.CLEARED):
@@ -164,32 +156,73 @@ def count_chunk(job, counting, given, entries, num_chunks):
     owner = owner_of(job, tl.maximum(expert, 0))
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
-    # Store groups, or -1, in place of slots that are not known yet, so that each entry can be compared with all others.
-    tl.store(entry_field(entries, DST_ROW) + offs, expert, mask=mask)
     node = node_of(job, owner)
     if counting.RANKS > 0:
-        of_rank = _slots_in_table(rank_columns_of(job, counts_ptr), owner, valid, job.num_ranks, counting.RANKS)
-        of_node = _slots_in_table(node_columns_of(job, counts_ptr), node, valid, num_nodes(job), counting.NODES)
+        of_rank, of_node = _slots_of_few(job, counting, counts_ptr, owner, node, first_of_rank, first_of_node)
     else:
-        of_rank = tl.where(_first_in_token(owner, valid), owner, -1)
-        of_node = tl.where(_first_in_token(node, valid), node, -1)
+        # Groups, or -1, in place of slots that are not known yet, so that each entry can be compared with all others.
+        of_rank = tl.where(first_of_rank, owner, -1)
+        of_node = tl.where(first_of_node, node, -1)
     tl.store(entry_field(entries, STAGE_ROW) + offs, of_rank, mask=mask)
     tl.store(entry_field(entries, NODE_SLOT) + offs, of_node, mask=mask)
-    tl.debug_barrier()
+    if counting.RANKS == 0:
+        tl.debug_barrier()
     _rank_entries(job, counting, entries, counts_ptr)
 
 
 @triton.jit
-def _slots_in_table(columns_ptr, group, valid, num_groups, GROUPS: tl.constexpr):
-    """Slots [BLOCK_T, KP] of the first entries of tokens in their groups (ranks or nodes), -1 = not the first. Stores
-    the number of tokens of each group."""
-    number = tl.arange(0, GROUPS)
-    there = valid[:, :, None] & (group[:, :, None] == number[None, None, :])
-    goes = tl.max(there.to(tl.int32), axis=1)  # [BLOCK_T, GROUPS]
+def _kept(job, ids_ptr, mask, other):
+    """Expert ids, int32; `other` where they are not legal or masked off."""
+    raw = tl.load(ids_ptr, mask=mask, other=-1).to(tl.int64)
+    return tl.where((raw >= 0) & (raw < num_experts(job)), raw, other).to(tl.int32)
+
+
+@triton.jit
+def _firsts(job, counting, entries):
+    """Masks [BLOCK_T, KP]: true at a token's first valid entry of each rank, and of each node."""
+    KP: tl.constexpr = counting.KP
+    token = (tl.program_id(0) * counting.BLOCK_T + tl.arange(0, counting.BLOCK_T))[:, None, None]
+    k, other = tl.arange(0, KP)[None, :, None], tl.arange(0, KP)[None, None, :]
+    ids_ptr = counting.topk_idx_ptr + token * entries.TOPK
+    # Loaded as they are compared: to exchange ids between threads takes longer than to load them twice.
+    mine = _kept(job, ids_ptr + k, (token < entries.num_tokens) & (k < entries.TOPK), -1)
+    theirs = _kept(job, ids_ptr + other, (token < entries.num_tokens) & (other < entries.TOPK), -1)
+    owner, others = owner_of(job, tl.maximum(mine, 0)), owner_of(job, tl.maximum(theirs, 0))
+    earlier = (theirs >= 0) & (other < k)
+    same_node = earlier & (node_of(job, owner) == node_of(job, others))
+    # Low half: earlier entries of the rank; high half: of the node.
+    found = tl.where(earlier & (owner == others), 65537, tl.where(same_node, 65536, 0))
+    found = tl.sum(tl.where(mine < 0, 65537, found), axis=2)
+    return (found & 65535) == 0, (found >> 16) == 0
+
+
+@triton.jit
+def _slots_of_few(job, counting, counts_ptr, owner, node, first_of_rank, first_of_node):
+    """Slots [BLOCK_T, KP] of the first entries of tokens, among the tokens of their ranks and of their nodes, -1 = not
+    the first. Stores the number of tokens of each rank and each node.
+
+    The ranks and nodes of a token are bits of a word, _FIELD_BITS apart; sums of such words over the earlier tokens are
+    the slots. For example, with 2 ranks of one node a token for rank 1 has the word 0x110, and after two tokens for
+    rank 0 and one for both ranks the slots are 3, 1 and 3: 0x313.
+    """
+    RANKS: tl.constexpr = counting.RANKS
+    GROUPS: tl.constexpr = 2 * RANKS  # of the second half some are nodes
+    tl.static_assert(GROUPS * _FIELD_BITS <= 64, "the groups of a token must fit a word")
+    tl.static_assert(owner.shape[0] <= 2**_FIELD_BITS, "the slots of a chunk must fit a field")
+    one = tl.full(owner.shape, 1, tl.int64)
+    of_rank, of_node = owner.to(tl.int64) * _FIELD_BITS, (RANKS + node).to(tl.int64) * _FIELD_BITS
+    bits = tl.where(first_of_rank, one << of_rank, 0) + tl.where(first_of_node, one << of_node, 0)
+    goes = tl.sum(bits, axis=1)
     earlier = tl.cumsum(goes, axis=0) - goes
-    slot = tl.sum(tl.where(there, earlier[:, None, :], 0), axis=2)
-    tl.store(columns_ptr + number, tl.sum(goes, axis=0), mask=number < num_groups)
-    return tl.where(_first_in_token(group, valid), slot, -1)
+    group = tl.arange(0, GROUPS)
+    tokens = tl.sum((goes[:, None] >> (group.to(tl.int64) * _FIELD_BITS)[None, :]) & 1, axis=0).to(tl.int32)
+    is_node = group >= RANKS
+    column = tl.where(is_node, job.num_ranks + group - RANKS, group)
+    known = tl.where(is_node, group - RANKS < num_nodes(job), group < job.num_ranks)
+    tl.store(rank_columns_of(job, counts_ptr) + column, tokens, mask=known)
+    slot_of_rank = ((earlier[:, None] >> of_rank) & (2**_FIELD_BITS - 1)).to(tl.int32)
+    slot_of_node = ((earlier[:, None] >> of_node) & (2**_FIELD_BITS - 1)).to(tl.int32)
+    return tl.where(first_of_rank, slot_of_rank, -1), tl.where(first_of_node, slot_of_node, -1)
 
 
 @triton.jit
@@ -202,14 +235,13 @@ def _alike(theirs, group, earlier):
 def _rank_entries(
     job,
     counting,
-    entries,  # DST_ROW, STAGE_ROW, NODE_SLOT: in: experts, ranks, nodes, -1 = none; out: slots in the chunk, -1 = none
+    entries,  # DST_ROW out: slots in the chunk, -1 = none; if ranks are many, STAGE_ROW, NODE_SLOT, too, in: groups
     counts_ptr,  # out: entries of each expert, rank and node that has any
 ):
     """For each entry of the chunk and each of its groups, count the earlier entries of the group; for each group, count
     its entries. The groups share a loop, because each waits for what it loads. Only the experts, if ranks are few."""
     KP: tl.constexpr = counting.KP
     N: tl.constexpr = counting.BLOCK_T * KP
-    expert_ptr = entry_field(entries, DST_ROW)
     rank_ptr = entry_field(entries, STAGE_ROW)
     node_ptr = entry_field(entries, NODE_SLOT)
     entry = tl.arange(0, N)
@@ -217,7 +249,8 @@ def _rank_entries(
     token, k = first_token + entry // KP, entry % KP
     mask = (token < entries.num_tokens) & (k < entries.TOPK)
     at = token * entries.TOPK + k
-    expert = tl.load(expert_ptr + at, mask=mask, other=-1)
+    ids_ptr = counting.topk_idx_ptr
+    expert = _kept(job, ids_ptr + at, mask, -1)
     of_expert = tl.zeros([counting.OTHERS, N], tl.int32)
     if counting.RANKS == 0:
         rank = tl.load(rank_ptr + at, mask=mask, other=-1)
@@ -230,13 +263,13 @@ def _rank_entries(
         is_other = (other_token < entries.num_tokens) & (other_k < entries.TOPK)
         there = other_token * entries.TOPK + other_k
         earlier = other[:, None] < entry[None, :]
-        of_expert += _alike(tl.load(expert_ptr + there, mask=is_other, other=-2), expert, earlier)
+        of_expert += _alike(_kept(job, ids_ptr + there, is_other, -2), expert, earlier)
         if counting.RANKS == 0:
             of_rank += _alike(tl.load(rank_ptr + there, mask=is_other, other=-2), rank, earlier)
             of_node += _alike(tl.load(node_ptr + there, mask=is_other, other=-2), node, earlier)
-    tl.debug_barrier()  # all threads have read the groups
-    _store_ranked(expert_ptr + at, counts_ptr, expert, of_expert, mask)
+    _store_ranked(entry_field(entries, DST_ROW) + at, counts_ptr, expert, of_expert, mask)
     if counting.RANKS == 0:
+        tl.debug_barrier()  # all threads have read the groups
         _store_ranked(rank_ptr + at, rank_columns_of(job, counts_ptr), rank, of_rank, mask)
         _store_ranked(node_ptr + at, node_columns_of(job, counts_ptr), node, of_node, mask)
 

@@ -92,7 +92,7 @@ def test_eight_ranks(run_ranks, backend, nodes, ranks_per_node, name):
 
 def _without_tables(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "_COUNTED_IN_A_TABLE", 0)
+        patch.setattr(exchange, "_FEW_RANKS", 0)
         assert exchange.splits(Shape(16, 32, case.topk, 8, 2, 2), False).constexprs["RANKS"] == 0
         check_case(rank, nodes, ranks_per_node, case)
 

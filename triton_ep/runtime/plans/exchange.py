@@ -33,8 +33,8 @@ SPLITS_COLUMNS = 8
 """Columns of counts that one program of the splits exchange adds up."""
 PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
-_COUNTED_IN_A_TABLE = 128
-"""Most choices of a token times ranks for which tables count the tokens of ranks and nodes."""
+_FEW_RANKS = 8
+"""Most ranks that have, with their nodes, a field each in a word of counts (kernels/compute/routing.py)."""
 _EXPERTS_OF_MAP = 128  # most experts of a routing map that are read at a time
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
@@ -79,8 +79,7 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, 
         "CLEARED": min(next_power_of_2(s.num_columns), 512),
         # A larger table of comparisons makes a longer program, and each instruction is fetched for a single use.
         "OTHERS": ROUTING_TOKENS * s.kp if s.interpreted else max(min(2048 // (ROUTING_TOKENS * s.kp), 16), 1),
-        "RANKS": ranks if s.kp * ranks <= _COUNTED_IN_A_TABLE else 0,
-        "NODES": next_power_of_2(s.num_nodes),
+        "RANKS": ranks if ranks <= _FEW_RANKS else 0,
         "HAS_SCATTER": has_scatter,
         "NETWORK": s.network,
         "EP": experts,
