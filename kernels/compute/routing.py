@@ -8,7 +8,8 @@ Protocol      1 count: for each chunk of tokens, a program gives the entries slo
               the ranks of this node: the output rows that each staging row fills. Store push_addrs for the push kernel
               (intranode/dispatch.py): where it stores each row. Meanwhile the last program, which has no chunk, writes
               the tile table of this rank's output rows (device/tiles.py). If the dispatch is held, the table is empty,
-              for products that have been launched already, and nothing else is written (device/host_read.py)
+              for products that have been launched already, and nothing else is written (device/host_read.py). This
+              kernel is launched early, behind the one that does 1 and 2, and waits until that has placed the segments
 Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this decides de-duplication.
@@ -18,9 +19,11 @@ Layout        device/tables.py. A *column* is an expert, a rank or a node, in th
               engines send the rows: where they lie.
               If copy engines send the rows, the last program raises the flag that they send after them
               (device/arrivals.py); if a wait has expired, it says so to all ranks instead (device/overruns.py).
-Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
-              starts after this kernel, cover its stores to stage_meta.
-Progress      No program waits.
+Memory order  The kernel ahead may still run, but has released all that this one reads: its last program raises
+              EPOCH_PLACED, which each program of this kernel acquires. The releases of the push, which starts after
+              this kernel, cover its stores to stage_meta.
+Progress      Programs wait for one program of the kernel ahead, which lets this one start when it no longer waits for
+              other ranks.
 Replay        Nothing is kept between calls. Slots follow (token, k) and no atomic decides one, so the same input
               gives the same rows. stage_meta is free since the splits exchange.
 """

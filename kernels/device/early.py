@@ -7,8 +7,9 @@ ends: whatever comes next on the stream waits for this kernel only.
 
 For example, the push calls `let_next_start`, and the kernel that lays rows out, launched early, starts when the push
 has started: then its programs, which wait for rows, cannot take the places of the programs that send them. It waits
-for flags, not for the end of the push, and calls `await_previous` last. Low-latency kernels read what the kernel ahead
-has stored, so they call it first: only their start overlaps its end.
+for flags, not for the end of the push, and calls `await_previous` last. The kernel that gives rows their places, behind
+the one that exchanges counts, does the same. Low-latency kernels read what the kernel ahead has stored, so they call it
+first: only their start overlaps its end.
 
 Interpreted kernels run one after the other: both functions do nothing.
 """

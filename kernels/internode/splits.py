@@ -10,15 +10,18 @@ Protocol      0 count: the first programs, one for each chunk of tokens (compute
               dispatch epoch
               3 post my splits row, then my flag = epoch, to every rank (device/post.py); `placement` has it, too
               4 wait until the flag of every rank is at least the epoch
-              5 derive the first rows of all segments, here and at every other rank
+              5 let the next kernel start, if it is launched early (compute/routing.py), and derive the first rows of
+              all segments, here and at every other rank
               6 compare the host words: if ranks are in different calls, nothing more is sent (device/calls.py)
-              7 if hosts read: decide whether rows wait for that, and publish to the host (device/host_read.py)
+              7 if hosts read: decide whether rows wait for that; raise EPOCH_PLACED; publish to the host
+              (device/host_read.py)
 Layout        splits [2, W, S] int32, half chosen by the parity of the epoch; flags [W] int64, one per source.
               A splits row, int32 [S], S a multiple of 4, has C counts; at the end TAIL_WORDS words: REPORT_TOKENS to
               REPORT_HOST_WORD of this rank (device/codes.py). The result is `placement` (device/tables.py).
 Memory order  A program of step 0 adds itself to a counter by a release, after a block barrier; programs of step 1
               acquire it. These programs count themselves done by acquire-release adds, so the last one sees the
-              totals of all. The flag is released after the row; step 4 acquires it.
+              totals of all. The flag is released after the row; step 4 acquires it. EPOCH_PLACED is released within
+              this GPU, and covers the stores of all programs that count or scan.
 Progress      Programs of step 0 wait for nobody, and have lower numbers than programs of step 1, which wait for them.
               Programs that quantise wait for nobody, and come last: many and short, they would keep those of step 1
               from starting.

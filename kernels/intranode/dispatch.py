@@ -128,10 +128,12 @@ class Chunks(NamedTuple):
     """Chunks of tokens, in which the steps of a push are counted.
 
     Attributes:
+        most_steps: most steps of this push, up to STEPS.
         BLOCK_T: tokens of a chunk.
         STEP_CHUNKS: chunks for which a step is worth its release.
     """
 
+    most_steps: Any
     BLOCK_T: tl.constexpr
     STEP_CHUNKS: tl.constexpr
 
@@ -251,7 +253,7 @@ def dispatch_push_kernel(
     local = tl.arange(0, senders.LWP)
     MOST: tl.constexpr = fewer(TOPK, senders.LWP)  # ranks of this node that a token goes to
     num_chunks = tl.cdiv(num_tokens, chunks.BLOCK_T)
-    num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)
+    num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), chunks.most_steps)
     for step in range(num_steps):
         # Not carried from step to step: Triton 3.6 and 3.7 lose what they only need as a bound of an inner loop.
         begin = part_begin(part_of_step(step, num_steps), num_chunks) * chunks.BLOCK_T

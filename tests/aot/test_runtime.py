@@ -124,6 +124,7 @@ _INTEGERS = {
     "ranks_per_node": 8,
     "max_tokens": 4096,
     "num_flags": 128,
+    "most_steps": 8,
 }
 _PUSH = runtime.spec("dispatch_push_kernel")
 _KINDS = (*["ptr" if _PUSH.arguments[name][0] == "*" else "i32" for name in _PUSH.runtime_order], "ptr", "ptr")

@@ -140,7 +140,7 @@ class Flight(Generic[Received]):
         if not ctx.config.is_intra_node:
             network = dispatch_ops.fork_network(ctx, self.split)
             dispatch_ops.send(ctx, fmt, rows, routing, placement, network)
-        dispatch_ops.push(ctx, fmt, rows, routing, placement, beside is not None)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement, beside is not None, self.landing.deduplicated)
         if self.forward is not None and not self.split:
             self.forward_rows()
         if network is not None:

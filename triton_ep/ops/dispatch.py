@@ -70,13 +70,14 @@ def push(
     routing: Routing,
     placement: torch.Tensor,
     overlapped: bool,
+    compact: bool,
 ) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it; release after each step.
 
-    overlapped: `receive` runs concurrently.
+    overlapped: the receiving half runs concurrently. compact: it lays rows out once.
     """
     words, scale, row_words, payload = _source(ctx, x)
-    programs, flags, spread = pushing_programs(ctx, fmt, overlapped)
+    programs, flags, steps, spread = pushing_programs(ctx, fmt, overlapped, compact)
     kind = (payload, row_words, spread, (words.data_ptr() | scale.data_ptr()) % 16 == 0)
     ctx.launcher(("spread" if spread else "push", *kind), exchange.push, *kind, fmt=fmt).launch(
         programs,
@@ -87,6 +88,7 @@ def push(
         num_tokens=routing.num_tokens,
         row_words=row_words,
         num_flags=flags,
+        most_steps=steps,
     )
 
 
@@ -272,7 +274,7 @@ def receive(
     early = beside is not None and stream is None
     launcher = ctx.launcher(("expand", early, *kind), exchange.expand, *kind, fmt=fmt, early=early)
     launcher.launch(
-        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None),
+        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None, compact=False),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
@@ -284,7 +286,7 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=pushing_programs(ctx, fmt, beside is not None).flags,
+        num_senders=pushing_programs(ctx, fmt, beside is not None, compact=False).flags,
         num_forwarders=0 if cfg.is_intra_node else even(forwarding_programs(cfg, ctx.device)),
         stream=stream,
     )
