@@ -300,7 +300,7 @@ def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
 def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int) -> None:
     """Also next to those of a second layer, wherever the waiting programs are; and most multiprocessors have one."""
     shape = Shape(4096, 7168, 8, 256, ranks, ranks)
-    assert shape.spreads and shape.senders == shape.most_sending == 2 * SENDING_PROGRAMS
+    assert shape.spreads and shape.most_sending == 2 and shape.senders == 2 * SENDING_PROGRAMS
     push = Program.declared(exchange.push(shape, WORDS, 1792, True), 1)
     expand = Program.declared(exchange.expand(shape, LANDING_WORDS, False, True, 1792), 1)
     for sending in (SENDING_PROGRAMS, 2 * SENDING_PROGRAMS):

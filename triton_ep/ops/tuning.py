@@ -111,8 +111,8 @@ def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, comp
         return Pushing(programs, even(programs), STEPS, False)
     # What lays rows out expert by expert slows those that send them: more of these keep the links busy.
     more = fmt.shape.copies_in_bulk and not compact
-    each = fmt.shape.most_sending // SENDING_PROGRAMS if more else 1
-    most = each * min(SENDING_PROGRAMS, multiprocessors(ctx.device))
+    times = fmt.shape.most_sending if more else 1
+    most = times * min(SENDING_PROGRAMS, multiprocessors(ctx.device))
     return Pushing(most if overlapped else min(programs, most), even(most), steps, overlapped)
 
 

@@ -154,13 +154,13 @@ class Shape:
         """Flags per rank that sends rows, at least one for each of its programs: a power of two from 2 on, the same for
         all rows of a layer. Rows of other nodes are forwarded by up to twice `num_sm` programs (ops/tuning.py)."""
         programs = self.num_sm if self.num_nodes == 1 else 2 * self.num_sm
-        return next_power_of_2(max(programs, self.most_sending if self.spreads else 2))
+        return next_power_of_2(max(programs, SENDING_PROGRAMS * self.most_sending if self.spreads else 2))
 
     @property
     def most_sending(self) -> int:
-        """Most small programs that send rows of the layer (ops/tuning.py): as many as others can watch."""
+        """Most times SENDING_PROGRAMS that send rows of the layer (ops/tuning.py): as many as others can watch."""
         flags = next_power_of_2(self.local_world_size) * 2 * SENDING_PROGRAMS
-        return 2 * SENDING_PROGRAMS if flags <= MOST_WATCHED else SENDING_PROGRAMS
+        return 2 if flags <= MOST_WATCHED else 1
 
     @property
     def max_chunks(self) -> int:
