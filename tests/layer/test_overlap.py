@@ -147,7 +147,7 @@ def _more_flags_than_programs(rank, nodes, ranks_per_node, case):
     """Ranks send with one to three programs, which raise six flags, and watch for those of all."""
     counts = iter([1 + rank % 3, 1 + (rank + 1) % 3])
 
-    def pushing(ctx, fmt, overlapped, compact):
+    def pushing(ctx, fmt, overlapped, laid):
         return Pushing(next(counts), 6, STEPS, False)
 
     with mock.patch.object(tuning, "_pushing", pushing), make_layer(case, rank, nodes, ranks_per_node, num_sm=8) as one:

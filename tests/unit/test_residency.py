@@ -220,11 +220,11 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     fmt.launchers["push", 0] = cast(Any, _Launched(PUSH))
     fmt.launchers["expand", 0] = expand = cast(Any, _Launched(EXPAND))
     ctx = cast(Any, SimpleNamespace(config=config, device=device))
-    assert tuning.expanding_programs(ctx, fmt, expand, True, False) == 56
+    assert tuning.expanding_programs(ctx, fmt, expand, True, "experts") == 56
     expand.program = Program(4, 64)
-    assert tuning.expanding_programs(ctx, fmt, expand, True, False) == 56
+    assert tuning.expanding_programs(ctx, fmt, expand, True, "experts") == 56
     monkeypatch.setattr(tuning.Launcher, "num_compiled", tuning.Launcher.num_compiled + 1)
-    assert tuning.expanding_programs(ctx, fmt, expand, True, False) == 112
+    assert tuning.expanding_programs(ctx, fmt, expand, True, "experts") == 112
     assert len(fmt.grids) == 2, "a number that is out of date is kept"  # another one is of the push
     whole = Program(32, 64)
     # Within a node only programs that send compact rows take a multiprocessor each.
@@ -310,24 +310,25 @@ def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int
 
 
 def test_more_programs_push_rows_for_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many as of compact rows, unless more ranks than 8 watch them; compact rows take fewer steps."""
+    """Twice as many as of compact or converted rows, unless more than 8 ranks watch them; compact rows take fewer
+    steps."""
     monkeypatch.setattr(tuning, "INTERPRETING", False)
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
 
-    def pushing(ranks: int, compact: bool, payload: str | None = None, beside: bool = True) -> tuple[int, int, int]:
+    def pushing(ranks: int, laid: tuning.Laid, payload: str | None = None, beside: bool = True) -> tuple[int, int, int]:
         config = EPConfig(4096, 7168, 8, 256, 0, ranks, ranks, num_sm=20, payload=payload)
         ctx = cast(Any, SimpleNamespace(config=config, device=torch.device("cpu")))
         fmt = RowFormat(config.shape(), torch.bfloat16)
-        found = tuning.pushing_programs(ctx, fmt, beside, compact)
+        found = tuning.pushing_programs(ctx, fmt, beside, laid)
         assert found.spread == beside and found.flags <= fmt.shape.senders
         return found.programs, found.flags, found.steps
 
-    assert pushing(4, False) == (256, 256, 8) and pushing(8, False) == (256, 256, 8)
-    assert pushing(16, False) == (128, 128, 8)
-    assert pushing(4, True) == (128, 128, 4)
-    assert pushing(4, False, "mxfp8") == (256, 256, 8)
-    # The other ranks watch as many flags, whatever programs raise them.
-    assert pushing(4, False, beside=False) == (20, 256, 8) and pushing(4, True, beside=False) == (20, 128, 4)
+    assert pushing(4, "experts") == pushing(8, "experts") == pushing(4, "experts", "mxfp8") == (256, 256, 8)
+    assert pushing(16, "experts") == (128, 128, 8)
+    assert pushing(4, "compact") == (128, 128, 4)
+    # Ranks watch as many flags, whatever programs raise them: others may convert rows, or leave room for a hook.
+    assert pushing(4, "converted", "mxfp8") == (128, 256, 8)
+    assert pushing(4, "experts", beside=False) == (20, 256, 8) and pushing(4, "compact", beside=False) == (20, 128, 4)
 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])

@@ -31,6 +31,9 @@ from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.plans.layers import LANDINGS
 
+CONVERTED = ("row", "bf16")
+"""Kinds of landings whose rows are converted."""
+
 
 class Landing(ABC, Generic[Received]):
     """Layout of the received rows of a dispatch.
@@ -38,10 +41,12 @@ class Landing(ABC, Generic[Received]):
     Attributes:
         deduplicated: a token for several experts of a rank is one row there.
         counts: the part of `placement` that the host reads, after the reports of all ranks.
+        kind: `landing` of `EPAll2AllLayer.dispatch`; None: rows are as they travel.
     """
 
     deduplicated: ClassVar[bool]
     counts: ClassVar[str]
+    kind: str | None = None
 
     @abstractmethod
     def num_rows(self, report: Report) -> int:

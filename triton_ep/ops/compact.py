@@ -84,7 +84,7 @@ def receive(
     early = beside is not None and stream is None
     launcher = ctx.launcher(("compact", early, *kind), plans.copy_out, *kind, fmt=fmt, early=early)
     launcher.launch(
-        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None, compact=True),
+        expanding_programs(ctx, fmt, launcher, beside is not None, "compact"),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if received.scale is None else received.scale,
         recv_idx_ptr=placement if received.topk_idx is None else received.topk_idx,
@@ -95,7 +95,7 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=pushing_programs(ctx, fmt, beside is not None, compact=True).flags,
+        num_senders=pushing_programs(ctx, fmt, beside is not None, "compact").flags,
         num_forwarders=0 if cfg.is_intra_node else even(forwarding_programs(cfg, ctx.device)),
         stream=stream,
     )

@@ -22,6 +22,7 @@ from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import OwnRows, Routing
 from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import (
+    Laid,
     as_words,
     even,
     exchange_programs,
@@ -70,14 +71,14 @@ def push(
     routing: Routing,
     placement: torch.Tensor,
     overlapped: bool,
-    compact: bool,
+    laid: Laid,
 ) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it; release after each step.
 
-    overlapped: the receiving half runs concurrently. compact: it lays rows out once.
+    overlapped: the receiving half runs concurrently. laid: how it lays rows out.
     """
     words, scale, row_words, payload = _source(ctx, x)
-    programs, flags, steps, spread = pushing_programs(ctx, fmt, overlapped, compact)
+    programs, flags, steps, spread = pushing_programs(ctx, fmt, overlapped, laid)
     kind = (payload, row_words, spread, (words.data_ptr() | scale.data_ptr()) % 16 == 0)
     ctx.launcher(("spread" if spread else "push", *kind), exchange.push, *kind, fmt=fmt).launch(
         programs,
@@ -262,7 +263,9 @@ def receive(
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
     landing = LANDING_WORDS if fmt.payload is None else _landing_of(received.x)
+    laid: Laid = "experts"
     if landing in (LANDING_ROW, LANDING_BF16):
+        laid = "converted"
         word, row_words = landed_words(landing, fmt.hidden)
         words = view_as(recv_x, _LANDED_WORDS[word])
     else:
@@ -274,7 +277,7 @@ def receive(
     early = beside is not None and stream is None
     launcher = ctx.launcher(("expand", early, *kind), exchange.expand, *kind, fmt=fmt, early=early)
     launcher.launch(
-        expanding_programs(ctx, fmt, launcher, overlapped=beside is not None, compact=False),
+        expanding_programs(ctx, fmt, launcher, beside is not None, laid),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
@@ -286,7 +289,7 @@ def receive(
         x_ptr=own.x,
         tokens_ptr=own.tokens,
         in_place=own.in_place,
-        num_senders=pushing_programs(ctx, fmt, beside is not None, compact=False).flags,
+        num_senders=pushing_programs(ctx, fmt, beside is not None, laid).flags,
         num_forwarders=0 if cfg.is_intra_node else even(forwarding_programs(cfg, ctx.device)),
         stream=stream,
     )

@@ -6,7 +6,7 @@ The interpreter pays per operation, so it gets few programs: two rather than one
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -90,30 +90,35 @@ class Pushing(NamedTuple):
     spread: bool
 
 
-def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, compact: bool) -> Pushing:
+Laid = Literal["compact", "experts", "converted"]
+"""How a rank lays its rows out: once; for each of their experts; for each of these, converted."""
+
+
+def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid: Laid) -> Pushing:
     """Programs of the push.
 
     overlapped: rows are laid out concurrently; otherwise the caller may run kernels of its own beside the push, which
-    then has `num_sm` programs. compact: rows are laid out once, else for each of their experts.
+    then has `num_sm` programs. laid: on other ranks rows that are not compact may be laid out in the other way.
     """
-    found: Pushing | None = fmt.grids.get(("push", overlapped, compact))
+    found: Pushing | None = fmt.grids.get(("push", overlapped, laid))
     if found is None:
-        found = fmt.grids["push", overlapped, compact] = _pushing(ctx, fmt, overlapped, compact)
+        found = fmt.grids["push", overlapped, laid] = _pushing(ctx, fmt, overlapped, laid)
     return found
 
 
-def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, compact: bool) -> Pushing:
-    steps = _STEPS_OF_COMPACT if compact else STEPS
+def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid: Laid) -> Pushing:
+    steps = _STEPS_OF_COMPACT if laid == "compact" else STEPS
     if ctx.config.copy_engines:  # they send two flags after the rows (ops/copy_engines.py)
         return Pushing(1, 2, steps, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
         return Pushing(programs, even(programs), STEPS, False)
-    # What lays rows out expert by expert slows those that send them: more of these keep the links busy.
-    more = fmt.shape.copies_in_bulk and not compact
-    times = fmt.shape.most_sending if more else 1
-    most = times * min(SENDING_PROGRAMS, multiprocessors(ctx.device))
-    return Pushing(most if overlapped else min(programs, most), even(most), steps, overlapped)
+    few = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
+    # What lays rows out for each expert slows those that send them: more of these keep the links busy. That was not
+    # measured where rows are converted on the way.
+    most = few * fmt.shape.most_sending if fmt.shape.copies_in_bulk and laid != "compact" else few
+    wanted = (few if laid == "converted" else most) if overlapped else programs
+    return Pushing(min(wanted, most), even(most), steps, overlapped)
 
 
 def even(programs: int) -> int:
@@ -122,11 +127,11 @@ def even(programs: int) -> int:
 
 
 def expanding_programs(
-    ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool, compact: bool
+    ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool, laid: Laid
 ) -> int:
     """Programs of the kernel that lays rows out, alone or concurrently with the sending kernels it waits for.
 
-    expand: its launcher. compact: as of `pushing_programs`. fmt: format of its rows; the sending kernels of this format
+    expand: its launcher. laid: as of `pushing_programs`. fmt: format of its rows; the sending kernels of this format
     have been launched before.
     """
     if INTERPRETING:
@@ -135,7 +140,7 @@ def expanding_programs(
     num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
     if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
-        push = pushing_programs(ctx, fmt, overlapped, compact)
+        push = pushing_programs(ctx, fmt, overlapped, laid)
         sending = push.programs + (forwarding_programs(cfg, ctx.device) if sends_aside(cfg, ctx.device) else 0)
         grid = Expanding(
             multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped, push.spread
