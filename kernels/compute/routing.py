@@ -17,7 +17,7 @@ Layout        device/tables.py. A *column* is an expert, a rank or a node, in th
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
               engines send the rows: where they lie.
-              If copy engines send the rows, the last program raises the flag that they send after them
+              If copy engines send the rows, the last program raises the flags that they send after them
               (device/arrivals.py); if a wait has expired, it says so to all ranks instead (device/overruns.py).
 Memory order  The kernel ahead may still run, but has released all that this one reads: its last program raises
               EPOCH_PLACED, which each program of this kernel acquires. The releases of the push, which starts after
@@ -394,13 +394,12 @@ def _found(entries, routed, offs, mask):
 
 
 class _Begins(NamedTuple):
-    """For entries [T, K], where the numbers begin to which slots are added. They depend on each other's loads only by
-    the expert, and are all loaded before anything is stored: behind a store, each load would wait for memory again.
+    """For entries [T, K], output rows, and where the other numbers begin to which slots are added. All are loaded
+    before anything is stored: behind a store, each load would wait for memory again.
 
     Attributes:
         owner, node: of the expert; of expert 0, if the entry is dropped.
-        position: with given scatter indices, the slot among this rank's entries for the expert; else like `of_expert`.
-        of_expert: first output row; without given scatter indices of the chunk.
+        dst_row: output row, the slot included.
         of_rank, of_node: tokens of earlier chunks for the rank and the node.
         stage: first staging row of this rank's tokens at the owner.
         sums_from: from a staging row to the row of its sum.
@@ -409,8 +408,7 @@ class _Begins(NamedTuple):
 
     owner: Any
     node: Any
-    position: Any
-    of_expert: Any
+    dst_row: Any
     of_rank: Any
     of_node: Any
     stage: Any
@@ -426,13 +424,11 @@ def _begins(job, found, scatter, offs, prefix_ptr, placement_ptr, ENGINES: tl.co
     owner = owner_of(job, tl.maximum(found.expert, 0))
     node = node_of(job, owner)
     here = first & on_my_node(job, owner)
-    of_expert = tl.load(bases_of(job, placement_ptr) + found.expert, mask=valid, other=0)
-    position = of_expert
     if scatter.HAS_SCATTER:
         position = tl.load(scatter.scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
-        position -= tl.load(sort_bases_of(job, placement_ptr) + found.expert, mask=valid, other=0)
+        slot = position - tl.load(sort_bases_of(job, placement_ptr) + found.expert, mask=valid, other=0)
     else:
-        of_expert += tl.load(prefix_ptr + found.expert, mask=valid, other=0)
+        slot = found.slot + tl.load(prefix_ptr + found.expert, mask=valid, other=0)
     meta_addrs = meta_addresses(job, owner, here)
     stage_addrs = meta_addrs
     if not ENGINES:
@@ -440,8 +436,7 @@ def _begins(job, found, scatter, offs, prefix_ptr, placement_ptr, ENGINES: tl.co
     return _Begins(
         owner,
         node,
-        position,
-        of_expert,
+        slot + tl.load(bases_of(job, placement_ptr) + found.expert, mask=valid, other=0),
         tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0),
         tl.load(node_columns_of(job, prefix_ptr) + node, mask=found.in_node >= 0, other=0),
         tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0),
@@ -501,10 +496,6 @@ def routing_slots_kernel(
     begins = _begins(job, found, scatter, offs, prefix_ptr, placement_ptr, arrivals.ENGINES)
     rows_before = _rows_before(job, prefix_ptr, sizes.LWP)
     valid, owner, node = found.expert >= 0, begins.owner, begins.node
-    slot = found.slot
-    if scatter.HAS_SCATTER:
-        slot = begins.position
-    dst_row = slot + begins.of_expert
     first = found.in_rank >= 0
     own_slot = found.in_rank + begins.of_rank
     stage_row = tl.where(first, own_slot + begins.stage, -1)
@@ -514,8 +505,8 @@ def routing_slots_kernel(
     # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
     arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
-    alive = valid & (dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
-    dst_row = tl.where(alive, dst_row, -1)
+    alive = valid & (begins.dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
+    dst_row = tl.where(alive, begins.dst_row, -1)
     here = first & on_my_node(job, owner)
     push_meta(
         begins.meta_addrs,
@@ -533,14 +524,14 @@ def routing_slots_kernel(
     pushed = fits & ((owner != job.rank) | (arrivals.in_place == 0))
     addrs = begins.stage_addrs + stage_row.to(tl.int64) * arrivals.row_bytes
     _store_packed(arrivals, entries, offs, tl.where(pushed, addrs, 0), stage_row + begins.sums_from, fits, mask)
+    tokens = tl.broadcast_to(token, dst_row.shape)
     if arrivals.in_place != 0:
-        tl.store(arrivals.tokens_ptr + own_slot, tl.broadcast_to(token, slot.shape), mask=first & (owner == job.rank))
+        tl.store(arrivals.tokens_ptr + own_slot, tokens, mask=first & (owner == job.rank))
     tl.store(entry_field(entries, DST_ROW) + offs, dst_row, mask=mask)
     tl.store(entry_field(entries, STAGE_ROW) + offs, stage_row, mask=mask)
     tl.store(entry_field(entries, NODE_SLOT) + offs, tl.where(first_of_node, node_slot, -1), mask=mask)
     if has_other_nodes(job):
         node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
-        tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * entries.num_tokens + node_slot, tokens, mask=first_of_node)
         elsewhere = first_of_node & (node != my_node(job))
         partial = tl.where(elsewhere, node_slot * num_nodes(job) + node, -1)

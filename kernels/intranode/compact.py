@@ -4,9 +4,10 @@ Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): cop
               them, unless they are pushed, too; then wait until all programs of all local ranks have finished the next
               step; after their last step, with several nodes, wait likewise for the steps of
               the forward kernels (internode/dispatch.py). Then copy the staging rows of the step, each to the output
-              row of the same number, with its expert ids and weights. Ids and weights of rows that do not arrive are
-              filled with -1 and 0 before. If the dispatch is held, nothing is copied, and the kernel is launched again
-              (device/host_read.py)
+              row of the same number. Store the expert ids and weights of all rows of this node with the first step,
+              when stage_meta is there, and those of forwarded rows with the rows. Ids and weights of rows that do not
+              arrive are filled with -1 and 0 before. If the dispatch is held, nothing is copied, and the kernel is
+              launched again (device/host_read.py)
 Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. recv_x [R, row], recv_scale [R, row / 32],
               recv_idx [R, K] local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32,
               zero where recv_idx is -1. Rows are ordered by source rank, then by token, like the staging rows.

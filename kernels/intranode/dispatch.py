@@ -13,6 +13,8 @@ Protocol      1 push, in steps of consecutive tokens: store x[token] at its addr
               their last step, with several nodes, wait likewise for the steps of the forward kernels
               (internode/dispatch.py)
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
+              Where rows are copied in bulk, weights and copy_rows of all rows of this node are stored with the first
+              step, when stage_meta is there.
               MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows,
               and weights past the last segment, are zeroed before. If the dispatch is held, or the rows do not fit
               recv_x, expand copies nothing, and is launched again (device/host_read.py)
@@ -25,7 +27,7 @@ Memory order  2 is one system-scope release per program and step, after a block 
               bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs). Rows may be copied in bulk
               (device/bulk.py): each thread that started such stores waits for their end before 2, and a fence lets the
               loads of 4 see what 3 acquired.
-              Copy engines copy the flag after the rows, on the same stream.
+              Copy engines copy the flags after the rows, on the same stream.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first;
               launched early, it starts when all programs of the push have, and ends after them (device/early.py).

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
 import torch
@@ -29,10 +29,8 @@ from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops.routing import OwnRows
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.ops.tuning import Laid
 from triton_ep.runtime.plans.layers import LANDINGS
-
-CONVERTED = ("row", "bf16")
-"""Kinds of landings whose rows are converted."""
 
 
 class Landing(ABC, Generic[Received]):
@@ -41,12 +39,12 @@ class Landing(ABC, Generic[Received]):
     Attributes:
         deduplicated: a token for several experts of a rank is one row there.
         counts: the part of `placement` that the host reads, after the reports of all ranks.
-        kind: `landing` of `EPAll2AllLayer.dispatch`; None: rows are as they travel.
+        laid: how the rows are laid out, for numbers of programs.
     """
 
     deduplicated: ClassVar[bool]
     counts: ClassVar[str]
-    kind: str | None = None
+    laid: Laid
 
     @abstractmethod
     def num_rows(self, report: Report) -> int:
@@ -99,6 +97,11 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
     kind: str | None = None
     keep_copies: bool = False
+    laid: Laid = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Rows land as they travel, or are converted."""
+        self.laid = "converted" if self.kind in ("row", "bf16") else "experts"
 
     def num_rows(self, report: Report) -> int:
         """Output rows, padding included."""
@@ -147,7 +150,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         beside: dispatch_ops.Beside | None,
     ) -> None:
         """Wait, and copy each row to its output rows."""
-        dispatch_ops.receive(ctx, fmt, received, placement, own, beside)
+        dispatch_ops.receive(ctx, fmt, received, placement, own, beside, self.laid)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
@@ -189,6 +192,7 @@ class Deduplicated(Landing[compact_ops.Compact]):
     counts = "num_recv"
 
     idx_dtype: torch.dtype | None = None
+    laid: Laid = field(init=False, default="compact")
 
     def num_rows(self, report: Report) -> int:
         """Staging rows."""

@@ -23,7 +23,7 @@ from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
 from triton_ep.context.rows import RowFormat
 from triton_ep.exchange import checks
-from triton_ep.exchange.landings import CONVERTED, Landing
+from triton_ep.exchange.landings import Landing
 from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
 from triton_ep.kernels.device.codes import (
     HOST_AGAIN,
@@ -41,7 +41,6 @@ from triton_ep.ops import copy_engines
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
-from triton_ep.ops.tuning import Laid
 from triton_ep.runtime.launch import INTERPRETING
 
 _AHEAD = 32
@@ -141,9 +140,7 @@ class Flight(Generic[Received]):
         if not ctx.config.is_intra_node:
             network = dispatch_ops.fork_network(ctx, self.split)
             dispatch_ops.send(ctx, fmt, rows, routing, placement, network)
-        landing = self.landing
-        laid: Laid = "compact" if landing.deduplicated else "converted" if landing.kind in CONVERTED else "experts"
-        dispatch_ops.push(ctx, fmt, rows, routing, placement, beside is not None, laid)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement, beside is not None, self.landing.laid)
         if self.forward is not None and not self.split:
             self.forward_rows()
         if network is not None:

@@ -253,19 +253,18 @@ def receive(
     placement: torch.Tensor,
     own: OwnRows,
     beside: Beside | None,
+    laid: Laid,
 ) -> None:
     """Lay the rows out expert by expert as they arrive.
 
-    own: as for `routing.place`.
+    own: as for `routing.place`. laid: as for `push`.
     beside: from `fork` before the push, so that the first rows are laid out while the last are in transit.
     """
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
     landing = LANDING_WORDS if fmt.payload is None else _landing_of(received.x)
-    laid: Laid = "experts"
     if landing in (LANDING_ROW, LANDING_BF16):
-        laid = "converted"
         word, row_words = landed_words(landing, fmt.hidden)
         words = view_as(recv_x, _LANDED_WORDS[word])
     else:

@@ -34,7 +34,7 @@ _EXPANDING_SHARE = (2, 1)
 """Programs that expand rows per free multiprocessor, as a fraction (tests/bench/bench_exchange_tiles.py)."""
 
 _EXPANDING_BESIDE = 3
-"""Programs that expand rows per multiprocessor, next to one that pushes rows, as far as there is room."""
+"""Programs that expand rows per multiprocessor, next to one or two that push rows, as far as there is room."""
 
 _STEPS_OF_COMPACT = 4
 """Most steps of a push of compact rows. A step costs each program a microsecond or two in which it sends nothing, and

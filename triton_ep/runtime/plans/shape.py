@@ -145,8 +145,7 @@ class Shape:
     @property
     def _watches_many(self) -> bool:
         """Enough tokens of one node for many programs that send rows, and not too many for those that watch them."""
-        flags = next_power_of_2(self.local_world_size) * SENDING_PROGRAMS
-        enough = self.num_nodes == 1 and self.max_tokens >= OVERLAPPED_TOKENS and flags <= MOST_WATCHED
+        enough = self.num_nodes == 1 and self.max_tokens >= OVERLAPPED_TOKENS and self.most_sending > 0
         return enough and not self.interpreted
 
     @property
@@ -158,9 +157,9 @@ class Shape:
 
     @property
     def most_sending(self) -> int:
-        """Most times SENDING_PROGRAMS that send rows of the layer (ops/tuning.py): as many as others can watch."""
-        flags = next_power_of_2(self.local_world_size) * 2 * SENDING_PROGRAMS
-        return 2 if flags <= MOST_WATCHED else 1
+        """How many times SENDING_PROGRAMS may send rows of the layer: twice, if all ranks of the node can watch as many
+        (ops/tuning.py)."""
+        return min(MOST_WATCHED // (next_power_of_2(self.local_world_size) * SENDING_PROGRAMS), 2)
 
     @property
     def max_chunks(self) -> int:
