@@ -15,6 +15,12 @@ If copy engines send the rows (`ENGINES`), they send all rows of a rank as they 
 of rank r as number r * max_tokens + t, and `stage_source` [W * max_tokens] int32 says for each staging row which
 number that is. There is one step and one pair of flags, which this rank raises for itself before the copies start, and
 copy engines send to the others after the rows.
+
+Many programs may send rows, and each that waits for them would read all their flags. So flags are watched in groups:
+at a time a program reads one group of a rank, and `arrived` [N, LW, groups], one word for each group: the least flag of
+the group that any program of this rank has seen. A program that sees more raises the word for all others. With each
+look programs go on to the next group, so all groups are watched, however few programs wait. Example: with 3 groups the
+looks of program 7 are at groups 1, 2, 0, 1, ...
 """
 
 from typing import Any, NamedTuple
@@ -22,17 +28,43 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_SOURCE, STAGE_X, buffer_ptrs, own_buffer, table_ptrs
+from .buffers import (
+    ARRIVE_FLAG,
+    ARRIVED,
+    EPOCH_DISPATCH,
+    STAGE_META,
+    STAGE_SOURCE,
+    STAGE_X,
+    STATUS,
+    buffer_ptrs,
+    own_buffer,
+    table_ptrs,
+)
 from .groups import pick
-from .job import first_local, is_local, local_rank, my_node, num_nodes, rank_of, state_at
+from .job import first_local, is_local, local_of, local_rank, my_node, num_nodes, rank_of, state_at
+from .spin import pause
 from .tables import REPORT_ARRIVALS_HERE, STEPS, first_arrivals_of, report_ptrs
-from .waits import WAIT_ARRIVALS, release_flags, wait_values
+from .waits import (
+    WAIT_ARRIVALS,
+    deadline_of,
+    has_given_up,
+    read_flags,
+    release_flags,
+    report_expiry,
+    wait_values,
+)
 
 ALL_ROWS = tl.constexpr(2**31 - 1)
 _FEW_RANKS = tl.constexpr(4)
 """Most ranks of a node for which each thread holds where their rows begin and end."""
 _NO_TILES = tl.constexpr(2**30)
 """More tiles than there are, so that a loop that begins there has no iteration; programs can be added to it."""
+
+
+@triton.constexpr_function
+def _more(a, b):
+    """The larger number."""
+    return max(a, b)
 
 
 class Sources(NamedTuple):
@@ -101,15 +133,15 @@ class Senders(NamedTuple):
 class Arrivals(NamedTuple):
     """Arrival flags, as the kernels that wait for rows see them.
 
-    There are at least twice as many flags, SOURCES * SENDERS, as threads, so one thread reads each pair of them. Two
-    threads might read different values of a flag that changes, and their warps would disagree on which rows have been
-    copied.
+    At least twice as many flags as threads are read at a time, so one thread reads each pair of them. Two threads might
+    read different values of a flag that changes, and their warps would disagree on which rows have been copied.
 
     Attributes:
         num_senders: flags of each rank that its push raises, an even number.
         num_forwarders: flags of each rank that it raises for rows of other nodes, likewise.
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least both numbers.
+        WATCHED: flags of a group, a power of two, at most SENDERS; 0: all SOURCES * SENDERS flags are read at a time.
         LWP: ranks of a node, rounded up to a power of two.
         ENGINES: copy engines send the rows; `stage_source` says where each staging row lies.
     """
@@ -118,6 +150,7 @@ class Arrivals(NamedTuple):
     num_forwarders: Any
     SOURCES: tl.constexpr
     SENDERS: tl.constexpr
+    WATCHED: tl.constexpr
     LWP: tl.constexpr
     ENGINES: tl.constexpr
 
@@ -148,6 +181,24 @@ def push_meta(
     if HAS_WEIGHTS:
         dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
         tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
+
+
+class Flags(NamedTuple):
+    """What a kernel that waits for rows watches.
+
+    Attributes:
+        flags_ptr: arrive_flag of this rank.
+        words_ptr: arrived of this rank.
+    """
+
+    flags_ptr: Any
+    words_ptr: Any
+
+
+@triton.jit
+def own_flags(job):
+    """The flags of this rank, and the words of their groups."""
+    return Flags(own_buffer(job, ARRIVE_FLAG, tl.int64), own_buffer(job, ARRIVED, tl.int64))
 
 
 @triton.jit
@@ -333,9 +384,82 @@ def _one(each, i, LWP: tl.constexpr):
 
 
 @triton.jit
+def _wait_all(job, flags, sources, before, steps, arrivals):
+    """Wait for the next step, reading all flags at a time. Returns whether it came, and each rank's least flag
+    [SOURCES]. before: steps of earlier calls."""
+    SENDERS: tl.constexpr = arrivals.SENDERS
+    pair = tl.arange(0, arrivals.SOURCES * SENDERS // 2)
+    flag = 2 * pair
+    programs = tl.where(sources.node == my_node(job), arrivals.num_senders, arrivals.num_forwarders)
+    used = is_local(job, flag // SENDERS) & (flag % SENDERS < programs)
+    first_flag = sources.node * job.ranks_per_node * SENDERS
+    expected = (before + steps + 1) << 32
+    flag_ptrs = flags.flags_ptr + first_flag + flag
+    arrived, seen = wait_values(job, flag_ptrs, used, expected, WAIT_ARRIVALS, first_flag + pair, PAIRS=True)
+    # A source is as far as its slowest program; unused flags count as finished.
+    seen = tl.where(used, seen, _finished(before))
+    return arrived, tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS // 2]), axis=1)
+
+
+@triton.jit
+def _finished(before):
+    """Flag of a program after the last step."""
+    return (before + STEPS) << 32 | ALL_ROWS
+
+
+@triton.jit
+def _look(job, flags, sources, before, look, arrivals):
+    """Read the flags of group `look`, modulo the groups in use, and raise its word. Returns the words of all groups
+    [n], n at least the threads; those that are not in use count as finished."""
+    WATCHED: tl.constexpr = arrivals.WATCHED
+    PER_RANK: tl.constexpr = arrivals.SENDERS // WATCHED
+    words = flags.words_ptr + rank_of(job, sources.node, 0) * PER_RANK
+    programs = tl.where(sources.node == my_node(job), arrivals.num_senders, arrivals.num_forwarders)
+    in_use = tl.cdiv(programs, WATCHED)
+    source, part = local_of(job, look // in_use), look % in_use
+    mine = source * PER_RANK + part
+    flag = part * WATCHED + 2 * tl.arange(0, WATCHED // 2)
+    flag_ptrs = flags.flags_ptr + rank_of(job, sources.node, source) * arrivals.SENDERS + flag
+    least = tl.min(read_flags(job, flag_ptrs, flag < programs, _finished(before), PAIRS=True))
+    group = tl.arange(0, _more(WATCHED // 2, arrivals.SOURCES * PER_RANK))
+    used = is_local(job, group // PER_RANK) & (group % PER_RANK < in_use)
+    seen = read_flags(job, words + group, used, _finished(before))
+    if least > tl.min(tl.where(group == mine, seen, _finished(before))):
+        # Others acquire the word, and with it what all threads here have acquired.
+        tl.debug_barrier()
+        tl.atomic_max(words + mine, least, sem="release", scope="gpu")
+    return tl.where(group == mine, tl.maximum(seen, least), seen)
+
+
+@triton.jit
+def _wait_groups(job, flags, sources, before, steps, arrivals):
+    """As `_wait_all`, but flags are watched in groups."""
+    PER_RANK: tl.constexpr = arrivals.SENDERS // arrivals.WATCHED
+    deadline = deadline_of(job)
+    polls = 0
+    failed = (tl.load(state_at(job, STATUS), volatile=True) != 0).to(tl.int32)
+    expected = (before + steps + 1) << 32
+    seen = _look(job, flags, sources, before, tl.program_id(0), arrivals)
+    late = tl.max(tl.where(seen < expected, 1 + failed, 0))
+    while late == 1:
+        pause(polls)
+        polls += 1
+        given_up = has_given_up(job, polls, deadline)
+        seen = _look(job, flags, sources, before, tl.program_id(0) + polls, arrivals)
+        late = tl.max(tl.where(seen < expected, 1 + given_up, 0))
+    group = tl.arange(0, seen.shape[0])
+    if (late > 1) & (failed == 0):
+        flag = rank_of(job, sources.node, group // PER_RANK) * arrivals.SENDERS + group % PER_RANK * arrivals.WATCHED
+        report_expiry(job, seen, expected, flag - group, WAIT_ARRIVALS)
+    tl.debug_barrier()
+    of_source = tl.arange(0, arrivals.SOURCES)[:, None] == (group // PER_RANK)[None, :]
+    return (late == 0) & (failed == 0), tl.min(tl.where(of_source, seen[None, :], _finished(before)), axis=1)
+
+
+@triton.jit
 def wait_arrivals(
     job,
-    flags_ptr,  # arrival flags of this rank
+    flags,  # Flags
     sources,
     steps,  # steps seen so far, int64
     done,  # [SOURCES] tiles of each rank's rows seen so far
@@ -343,19 +467,11 @@ def wait_arrivals(
     ROWS: tl.constexpr,
 ):
     """Wait for the next step of a node's tokens. Returns whether it came, tiles [SOURCES] and steps seen by now."""
-    SENDERS: tl.constexpr = arrivals.SENDERS
-    pair = tl.arange(0, arrivals.SOURCES * SENDERS // 2)
-    flag = 2 * pair
-    programs = tl.where(sources.node == my_node(job), arrivals.num_senders, arrivals.num_forwarders)
-    used = is_local(job, flag // SENDERS) & (flag % SENDERS < programs)
-    first_flag = sources.node * job.ranks_per_node * SENDERS
     before = arrival_steps(job)
-    expected = (before + steps + 1) << 32
-    flag_ptrs = flags_ptr + first_flag + flag
-    arrived, seen = wait_values(job, flag_ptrs, used, expected, WAIT_ARRIVALS, first_flag + pair, PAIRS=True)
-    # A source is as far as its slowest program; unused flags count as finished.
-    seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-    of_source = tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS // 2]), axis=1)
+    if arrivals.WATCHED > 0:
+        arrived, of_source = _wait_groups(job, flags, sources, before, steps, arrivals)
+    else:
+        arrived, of_source = _wait_all(job, flags, sources, before, steps, arrivals)
     ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(sources.node == my_node(job), 0, sources.starts)
     ready = tl.where(ready < sources.counts, ready // ROWS, tl.cdiv(sources.counts, ROWS))
     # A forwarder that sent us nothing reports no progress, so keep the maximum (internode/dispatch.py).

@@ -9,7 +9,7 @@ The table `tables` is int64 [2 * NUM_BUFFERS + 1, W] and has three parts:
 
 The indices below, from codes.py, are rows of the first two parts. The table in triton_ep/context/layout.py says what
 each buffer holds, who writes it and who reads it; a test compares its order with this one. With 4 ranks, stage_x (2) of
-rank 3 is at tables[2 * 4 + 3] for stores and at tables[(29 + 2) * 4 + 3] for puts.
+rank 3 is at tables[2 * 4 + 3] for stores and at tables[(30 + 2) * 4 + 3] for puts.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, number of
 programs that have finished, address of the alarm word in host memory (nonzero if there is a status record), number of
@@ -53,6 +53,7 @@ LL_ROW_FLAG = tl.constexpr(codes.LL_ROW_FLAG)
 ENTERED_FLAG = tl.constexpr(codes.ENTERED_FLAG)
 STAGE_SOURCE = tl.constexpr(codes.STAGE_SOURCE)
 OVERRUN_FLAG = tl.constexpr(codes.OVERRUN_FLAG)
+ARRIVED = tl.constexpr(codes.ARRIVED)
 NUM_BUFFERS = tl.constexpr(codes.NUM_BUFFERS)
 
 # Words of `state`. The status record (device/waits.py) has four.

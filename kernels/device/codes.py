@@ -92,7 +92,8 @@ LL_ROW_FLAG = 25
 ENTERED_FLAG = 26
 STAGE_SOURCE = 27
 OVERRUN_FLAG = 28
-NUM_BUFFERS = 29
+ARRIVED = 29
+NUM_BUFFERS = 30
 
 # tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
 # triton_ep.context.records.Report, whose fields have the same order.
@@ -137,6 +138,19 @@ PARTS = STEPS**2
 DISPATCH_BOUNDS = (0, 6, 16, 28, 40, 50, 58, 62, PARTS)
 """Parts sent after 0 to STEPS steps of a dispatch. The first step is short, because rows can be laid out only after it;
 the last is shorter, because its rows are laid out after everything else is done."""
+EXPERTS_BOUNDS = (0, 20, 38, 48, 56, 59, 62, 63, PARTS)
+"""The same if small programs send rows that are laid out for each expert. They are laid out faster than they come, so
+steps may become shorter towards the end, where what is left to be laid out counts."""
+COMPACT_BOUNDS = (0, 24, 34, 42, 54, 58, 61, 63, PARTS)
+"""The same of compact rows, in five steps: 24, 18, 12, 7 and 3 parts."""
+STEPS_OF_COMPACT = 5
+"""Most steps of compact rows. A step costs each program a microsecond or two in which it sends nothing."""
+SENT_EVENLY = 0
+"""Bounds of a push: DISPATCH_BOUNDS."""
+SENT_TO_EXPERTS = 1
+"""EXPERTS_BOUNDS."""
+SENT_COMPACT = 2
+"""COMPACT_BOUNDS."""
 COMBINE_BOUNDS = (0, 8, 20, 32, 42, 51, 58, 62, PARTS)
 """The same for rows that a combine stages, and then pulls."""
 BOUND_BITS = 7

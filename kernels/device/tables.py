@@ -59,10 +59,10 @@ Sums          A combine buffer holds the sums of the tokens of one rank of each 
               one, in the order of tokens, without gaps (with copy engines, one node and max_tokens rows for each rank:
               ENGINES in internode/splits.py). A sum belongs to a token and a rank that it goes to, so all
               combine buffers together have as many rows as there are staging rows.
-Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS and COMBINE_BOUNDS in codes.py). Of 128
-              chunks a dispatch of 8 steps sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with the bounds 0, 16,
-              40, 58, 64, sends 32, 48, 36, 12. After each of its 8 steps, a combine has staged 8, 20, 32, 42, 51, 58,
-              62, 64 of a source's 64 rows (`staged_part`, staging.py).
+Parts         Steps begin and end at 64ths of a rank's tokens (DISPATCH_BOUNDS to COMBINE_BOUNDS in codes.py). Of 128
+              chunks a dispatch of 8 steps by DISPATCH_BOUNDS sends 12, 20, 24, 24, 20, 16, 8, 4; one of 4 steps, with
+              the bounds 0, 16, 40, 58, 64, sends 32, 48, 36, 12. After each of its 8 steps, a combine has staged 8, 20,
+              32, 42, 51, 58, 62, 64 of a source's 64 rows (`staged_part`, staging.py).
 """
 
 from typing import Any, NamedTuple
@@ -96,7 +96,11 @@ STEPS = tl.constexpr(codes.STEPS)
 PARTS = tl.constexpr(codes.PARTS)
 _BOUND_BITS = tl.constexpr(codes.BOUND_BITS)
 _BOUND_MASK = tl.constexpr(2**codes.BOUND_BITS - 1)
+SENT_EVENLY = tl.constexpr(codes.SENT_EVENLY)
+_SENT_COMPACT = tl.constexpr(codes.SENT_COMPACT)
 _DISPATCH_BOUNDS = tl.constexpr(codes.packed_bounds(codes.DISPATCH_BOUNDS))
+_EXPERTS_BOUNDS = tl.constexpr(codes.packed_bounds(codes.EXPERTS_BOUNDS))
+_COMPACT_BOUNDS = tl.constexpr(codes.packed_bounds(codes.COMPACT_BOUNDS))
 _COMBINE_BOUNDS = tl.constexpr(codes.packed_bounds(codes.COMBINE_BOUNDS))
 
 BAD_ENTRY = tl.constexpr(0)
@@ -117,7 +121,13 @@ def part_begin(part, num_chunks):
 @triton.jit
 def _bound(BOUNDS: tl.constexpr, steps):
     """The bound at `steps`, a number or a block of them, of packed bounds."""
-    return ((tl.full([], BOUNDS, tl.int64) >> (steps * _BOUND_BITS)) & _BOUND_MASK).to(tl.int32)
+    return _picked(tl.full([], BOUNDS, tl.int64), steps)
+
+
+@triton.jit
+def _picked(bounds, steps):
+    """`_bound`, of bounds known at run time."""
+    return ((bounds >> (steps * _BOUND_BITS)) & _BOUND_MASK).to(tl.int32)
 
 
 @triton.jit
@@ -127,9 +137,11 @@ def parts_staged(steps):
 
 
 @triton.jit
-def part_of_step(step, num_steps):
-    """Part of the rows at which a step of a dispatch in `num_steps` steps begins."""
-    return _bound(_DISPATCH_BOUNDS, step * STEPS // num_steps)
+def part_of_step(step, num_steps, sent):
+    """Part of the rows at which a step of a dispatch in `num_steps` steps begins. sent: SENT_* (codes.py)."""
+    bounds = tl.where(sent == SENT_EVENLY, tl.full([], _DISPATCH_BOUNDS, tl.int64), _EXPERTS_BOUNDS)
+    bounds = tl.where(sent == _SENT_COMPACT, _COMPACT_BOUNDS, bounds)
+    return _picked(bounds, step * STEPS // num_steps)
 
 
 class Entries(NamedTuple):

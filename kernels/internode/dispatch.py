@@ -55,6 +55,7 @@ from ..device.pull import compact_position
 from ..device.tables import (
     DST_ROW,
     OWNER,
+    SENT_EVENLY,
     STAGE_ROW,
     STEPS,
     Entries,
@@ -386,8 +387,8 @@ def internode_forward_kernel(
         num_chunks = tl.cdiv(tokens, chunks.CHUNK)
         num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)
         for step in range(num_steps):
-            begin = part_begin(part_of_step(step, num_steps), num_chunks)
-            end = part_begin(part_of_step(step + 1, num_steps), num_chunks)
+            begin = part_begin(part_of_step(step, num_steps, SENT_EVENLY), num_chunks)
+            end = part_begin(part_of_step(step + 1, num_steps, SENT_EVENLY), num_chunks)
             for chunk in range(my_first(begin, 0), end, tl.num_programs(0)):
                 if arrived:
                     flag = node * chunks.MAX_CHUNKS + chunk

@@ -35,6 +35,7 @@ from ..device.arrivals import (
     bytes_of_rows,
     described_rows,
     is_described,
+    own_flags,
     own_rows,
     place_of,
     rows_from_there,
@@ -42,7 +43,7 @@ from ..device.arrivals import (
     stage_sources,
     wait_arrivals,
 )
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
+from ..device.buffers import STAGE_META, STATUS, own_buffer
 from ..device.bulk import close_ring, filled_bytes, open_ring
 from ..device.bulk_arrivals import copy_arrived
 from ..device.early import await_previous
@@ -232,7 +233,7 @@ def compact_rows_kernel(
     tile: CopyTile,
 ):
     base = open_ring(tile)
-    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
+    flags = own_flags(job)
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (is_held(job, placement_ptr) == 0)
     if parts.HAS_IDX:
         # A static buffer has more rows than arrive; a failed dispatch has none.
@@ -253,7 +254,7 @@ def compact_rows_kernel(
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
             described = is_described(index, steps)
-            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
+            arrived, ready, steps = wait_arrivals(job, flags, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
                 _receive_rows(job, out, news, arrivals, None, row_limit, parts.HAS_SCALES, tile, base)

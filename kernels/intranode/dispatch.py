@@ -50,6 +50,7 @@ from ..device.arrivals import (
     bytes_of_rows,
     described_rows,
     is_described,
+    own_flags,
     own_rows,
     place_of,
     release_arrivals,
@@ -58,7 +59,7 @@ from ..device.arrivals import (
     stage_sources,
     wait_arrivals,
 )
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STATUS, own_buffer
+from ..device.buffers import STAGE_META, STATUS, own_buffer
 from ..device.bulk import (
     LANES,
     Ring,
@@ -131,11 +132,13 @@ class Chunks(NamedTuple):
 
     Attributes:
         most_steps: most steps of this push, up to STEPS.
+        sent: where they end, SENT_* (device/codes.py).
         BLOCK_T: tokens of a chunk.
         STEP_CHUNKS: chunks for which a step is worth its release.
     """
 
     most_steps: Any
+    sent: Any
     BLOCK_T: tl.constexpr
     STEP_CHUNKS: tl.constexpr
 
@@ -258,8 +261,8 @@ def dispatch_push_kernel(
     num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), chunks.most_steps)
     for step in range(num_steps):
         # Not carried from step to step: Triton 3.6 and 3.7 lose what they only need as a bound of an inner loop.
-        begin = part_begin(part_of_step(step, num_steps), num_chunks) * chunks.BLOCK_T
-        next_part = part_of_step(step + 1, num_steps)
+        begin = part_begin(part_of_step(step, num_steps, chunks.sent), num_chunks) * chunks.BLOCK_T
+        next_part = part_of_step(step + 1, num_steps, chunks.sent)
         end = tl.minimum(part_begin(next_part, num_chunks) * chunks.BLOCK_T, num_tokens)
         if ring.SLOTS > 0:
             _push_rows(source, push_addrs_ptr, begin, end, num_tokens, TOPK, MOST, ring, base)
@@ -525,7 +528,7 @@ def dispatch_expand_kernel(
     tile: CopyTile,
 ):
     base = open_ring(tile)
-    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
+    flags = own_flags(job)
     in_use = tl.load(expert_offsets_of(job, placement_ptr) + job.experts_per_rank)
     arrived = (tl.load(state_at(job, STATUS)) == 0) & (in_use <= room.num_rows) & (is_held(job, placement_ptr) == 0)
     # Zero padding and unused weights while the first rows are in flight. A failed dispatch has no rows.
@@ -547,7 +550,7 @@ def dispatch_expand_kernel(
         done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
             described = is_described(index, steps)
-            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
+            arrived, ready, steps = wait_arrivals(job, flags, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 news = arrived_rows(job, sources, done, ready, own_done, tile.ROWS, LWP)
                 _lay_out(job, out, news, arrivals, None, room.stage_capacity, landing, choices, tile, base)

@@ -125,6 +125,7 @@ _INTEGERS = {
     "max_tokens": 4096,
     "num_flags": 128,
     "most_steps": 8,
+    "sent": 0,
 }
 _PUSH = runtime.spec("dispatch_push_kernel")
 _KINDS = (*["ptr" if _PUSH.arguments[name][0] == "*" else "i32" for name in _PUSH.runtime_order], "ptr", "ptr")

@@ -224,7 +224,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "L": 4 * 21 if config.low_latency else 0,
             "EP": 4,
             "K": 3,
-            "G": 1 if config.low_latency else 0,
+            "G": sizes.shape.most_groups,
             "P": sizes.shape.max_programs,
             "D": sizes.shape.senders,
             "S": sizes.shape.row_length,

@@ -13,7 +13,15 @@ from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device import low_latency as turns
-from triton_ep.kernels.device.codes import LANDING_BF16, LANDING_MX, LANDING_ROW, LANDING_WORDS, WORDS
+from triton_ep.kernels.device.codes import (
+    LANDING_BF16,
+    LANDING_MX,
+    LANDING_ROW,
+    LANDING_WORDS,
+    SENT_COMPACT,
+    SENT_TO_EXPERTS,
+    WORDS,
+)
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import compact, exchange, low_latency
@@ -300,35 +308,37 @@ def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
 def test_small_programs_that_push_find_room_next_to_those_that_expand(ranks: int) -> None:
     """Also next to those of a second layer, wherever the waiting programs are; and most multiprocessors have one."""
     shape = Shape(4096, 7168, 8, 256, ranks, ranks)
-    assert shape.spreads and shape.most_sending == 2 and shape.senders == 2 * SENDING_PROGRAMS
+    times = 2 if ranks == 2 else 1
+    assert shape.spreads and shape.most_sending == times and shape.senders == times * SENDING_PROGRAMS
     push = Program.declared(exchange.push(shape, WORDS, 1792, True), 1)
     expand = Program.declared(exchange.expand(shape, LANDING_WORDS, False, True, 1792), 1)
-    for sending in (SENDING_PROGRAMS, 2 * SENDING_PROGRAMS):
+    for sending in (SENDING_PROGRAMS, times * SENDING_PROGRAMS):
         number = Expanding(H200, sending, None, True, True, True).programs(expand, (push,))
         assert H200 < number <= 3 * H200
         assert 2 * number <= most_waiting(H200, expand, push, sending)
 
 
 def test_more_programs_push_rows_for_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many as of compact or converted rows, unless more than 8 ranks watch them; compact rows take fewer
-    steps."""
+    """With two ranks twice as many as of compact or converted rows; compact rows take fewer steps, and each kind's end
+    elsewhere."""
     monkeypatch.setattr(tuning, "INTERPRETING", False)
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
 
-    def pushing(ranks: int, laid: tuning.Laid, payload: str | None = None, beside: bool = True) -> tuple[int, int, int]:
+    def pushing(ranks: int, laid: tuning.Laid, payload: str | None = None, beside: bool = True) -> tuple[int, ...]:
         config = EPConfig(4096, 7168, 8, 256, 0, ranks, ranks, num_sm=20, payload=payload)
         ctx = cast(Any, SimpleNamespace(config=config, device=torch.device("cpu")))
         fmt = RowFormat(config.shape(), torch.bfloat16)
         found = tuning.pushing_programs(ctx, fmt, beside, laid)
         assert found.spread == beside and found.flags <= fmt.shape.senders
-        return found.programs, found.flags, found.steps
+        return found.programs, found.flags, found.steps, found.sent
 
-    assert pushing(4, "experts") == pushing(8, "experts") == pushing(4, "experts", "mxfp8") == (256, 256, 8)
-    assert pushing(16, "experts") == (128, 128, 8)
-    assert pushing(4, "compact") == (128, 128, 4)
+    assert pushing(2, "experts") == pushing(2, "experts", "mxfp8") == (256, 256, 8, SENT_TO_EXPERTS)
+    assert pushing(4, "experts") == pushing(16, "experts") == (128, 128, 8, SENT_TO_EXPERTS)
+    assert pushing(2, "compact") == pushing(4, "compact") == (128, 128, 5, SENT_COMPACT)
     # Ranks watch as many flags, whatever programs raise them: others may convert rows, or leave room for a hook.
-    assert pushing(4, "converted", "mxfp8") == (128, 256, 8)
-    assert pushing(4, "experts", beside=False) == (20, 256, 8) and pushing(4, "compact", beside=False) == (20, 128, 4)
+    assert pushing(2, "converted", "mxfp8") == (128, 256, 8, SENT_TO_EXPERTS)
+    assert pushing(2, "experts", beside=False) == (20, 256, 8, SENT_TO_EXPERTS)
+    assert pushing(4, "compact", beside=False) == (20, 128, 5, SENT_COMPACT)
 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])

@@ -382,6 +382,14 @@ BUFFERS: tuple[Buffer, ...] = (
         "splits exchange, end of combine",
         "never: the layer has failed",
     ),
+    Buffer(
+        "arrived",
+        lambda s: (s.config.num_nodes, s.config.local_world_size, s.shape.most_groups),
+        _fixed(torch.int64),
+        "dispatch expand of this rank",
+        "dispatch expand of this rank",
+        _EPOCH,
+    ),
 )
 
 

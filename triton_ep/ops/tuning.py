@@ -13,7 +13,7 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import STEPS
+from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_EVENLY, SENT_TO_EXPERTS, STEPS, STEPS_OF_COMPACT
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
@@ -35,11 +35,6 @@ _EXPANDING_SHARE = (2, 1)
 
 _EXPANDING_BESIDE = 3
 """Programs that expand rows per multiprocessor, next to one or two that push rows, as far as there is room."""
-
-_STEPS_OF_COMPACT = 4
-"""Most steps of a push of compact rows. A step costs each program a microsecond or two in which it sends nothing, and
-compact rows are laid out quickly (2 x H200, 4096 tokens: with 8, 4 and 2 steps 202, 198 and 199 us in bf16, 129, 122
-and 129 in FP8)."""
 
 _LAYERS = 2
 """Number of single-node layers that may dispatch or combine at the same time without a budget."""
@@ -81,12 +76,14 @@ class Pushing(NamedTuple):
         programs: their number.
         flags: arrival flags of a rank, an even number, the same on all ranks, whatever their programs.
         steps: most steps in which they send the rows.
+        sent: where steps end, SENT_* (kernels/device/codes.py).
         spread: small programs on all multiprocessors.
     """
 
     programs: int
     flags: int
     steps: int
+    sent: int
     spread: bool
 
 
@@ -107,18 +104,18 @@ def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bo
 
 
 def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid: Laid) -> Pushing:
-    steps = _STEPS_OF_COMPACT if laid == "compact" else STEPS
     if ctx.config.copy_engines:  # they send two flags after the rows (ops/copy_engines.py)
-        return Pushing(1, 2, steps, False)
+        return Pushing(1, 2, STEPS, SENT_EVENLY, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
-        return Pushing(programs, even(programs), STEPS, False)
+        return Pushing(programs, even(programs), STEPS, SENT_EVENLY, False)
     few = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
-    # What lays rows out for each expert slows those that send them: more of these keep the links busy. That was not
-    # measured where rows are converted on the way.
+    # What lays rows out for each expert slows those that send them: more of these keep the links busy where each has
+    # few rows on their way. That was not measured where rows are converted.
     most = few * fmt.shape.most_sending if fmt.shape.copies_in_bulk and laid != "compact" else few
     wanted = (few if laid == "converted" else most) if overlapped else programs
-    return Pushing(min(wanted, most), even(most), steps, overlapped)
+    steps, sent = (STEPS_OF_COMPACT, SENT_COMPACT) if laid == "compact" else (STEPS, SENT_TO_EXPERTS)
+    return Pushing(min(wanted, most), even(most), steps, sent, overlapped)
 
 
 def even(programs: int) -> int:

@@ -11,7 +11,7 @@ from triton_ep.runtime.plans.exchange import (
     copying,
     landed_ring,
     of_map,
-    watched_sources,
+    watching,
 )
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
@@ -31,7 +31,7 @@ def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_w
     tile, options = copy_tile(s, row_words, rows), EXPANDING | options
     if not rows:
         tile, options = as_many_as_four(s, tile, options, has_scales)
-    constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
+    constexprs |= watching(s, options["num_warps"])
     return copying(s, "compact_rows_kernel", constexprs | tile | NO_RING, options)
 
 

@@ -138,7 +138,7 @@ def bulk_plan(kernel: str, constexprs: Mapping[str, Any], ring: Mapping[str, int
 
 def bulk_landing(s: Shape, kernel: str, constexprs: Mapping[str, Any], ring: Mapping[str, int]) -> Plan:
     """The plan of a kernel that copies arrived rows in bulk."""
-    tile = {**ONE_ROW, "TILES": 1, "STAGES": 1, "SOURCES": watched_sources(s, 1)}
+    tile = {**ONE_ROW, "TILES": 1, "STAGES": 1, **watching(s, 1)}
     return bulk_plan(kernel, {**constexprs, **tile}, ring)
 
 
@@ -231,7 +231,7 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         tile, options = copy_tile(s, row_words, rows, most), EXPANDING | chosen
     if not rows:  # tuned tiles stay as they are
         tile, options = as_many_as_four(s, tile, options, landing == LANDING_MX)
-    constexprs |= {**tile, "SOURCES": watched_sources(s, options["num_warps"]), **NO_RING}
+    constexprs |= {**tile, **watching(s, options["num_warps"]), **NO_RING}
     return copying(s, "dispatch_expand_kernel", constexprs, options)
 
 
@@ -282,10 +282,12 @@ def as_many_as_four(
     return {**tile, **larger}, {"num_warps": warps, "maxnreg": 2**16 // (32 * warps)}
 
 
-def watched_sources(s: Shape, num_warps: int) -> int:
-    """SOURCES of the kernel that expands rows, so that not several but one thread watches each pair of flags."""
-    fewest = max(next_power_of_2(s.local_world_size), 2)
-    return fewest if s.interpreted else max(fewest, 64 * num_warps // s.senders)
+def watching(s: Shape, num_warps: int) -> dict[str, int]:
+    """SOURCES and WATCHED of a kernel that lays rows out: not several but one thread watches each pair of flags."""
+    sources, watched = max(next_power_of_2(s.local_world_size), 2), s.watched(num_warps)
+    if s.num_nodes == 1 and watched <= s.senders:
+        return {"SOURCES": sources, "WATCHED": watched}
+    return {"SOURCES": max(sources, watched // s.senders), "WATCHED": 0}
 
 
 class Summing(NamedTuple):

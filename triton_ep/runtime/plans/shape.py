@@ -157,9 +157,21 @@ class Shape:
 
     @property
     def most_sending(self) -> int:
-        """How many times SENDING_PROGRAMS may send rows of the layer: twice, if all ranks of the node can watch as many
-        (ops/tuning.py)."""
-        return min(MOST_WATCHED // (next_power_of_2(self.local_world_size) * SENDING_PROGRAMS), 2)
+        """How many times SENDING_PROGRAMS may send rows of the layer (ops/tuning.py): twice with two ranks, where a row
+        goes to one other rank at most, so fewer rows are on their way (256 programs instead of 128 take 244 -> 231 us
+        with 2 x H200, but 505 -> 535 with four); 0: all ranks of the node cannot watch as many."""
+        wanted = 2 if self.local_world_size <= 2 else 1
+        return min(MOST_WATCHED // (next_power_of_2(self.local_world_size) * SENDING_PROGRAMS), wanted)
+
+    def watched(self, num_warps: int) -> int:
+        """Arrival flags of a rank that a program of so many warps reads at a time, a pair per thread; interpreted ones
+        read one pair."""
+        return 2 if self.interpreted else 64 * num_warps
+
+    @property
+    def most_groups(self) -> int:
+        """Groups of arrival flags of a rank, if the smallest programs watch them (kernels/device/arrivals.py)."""
+        return max(self.senders // self.watched(1), 1)
 
     @property
     def max_chunks(self) -> int:
