@@ -405,14 +405,13 @@ def _scale_columns(h, words):
 
 
 @triton.jit
-def _slab_scales(key, copy, segments):
-    """Where the words of scales of the assignments [ROWS, KP] begin in the slabs, int64; key, copy: their keys and
-    output rows.
+def _slab_scales(copy, segments):
+    """Where the words of scales of output rows begin in the slabs, int64; copy: [ROWS].
 
     Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x is word
     (x * 56 + c) * slab_rows + i.
     """
-    expert = (key >> SLOT_BITS).to(tl.int64)
+    expert = (copy // segments.slab_rows).to(tl.int64)
     return copy + expert * (segments.scale_words - 1) * segments.slab_rows
 
 
@@ -423,7 +422,6 @@ def _store_copies(
     scales,
     h,
     copies,  # tuple of [ROWS] output rows of each staging row, negative = none
-    firsts,  # tuple of [ROWS] of `_slab_scales`; read with COLUMNS
     segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
@@ -438,7 +436,7 @@ def _store_copies(
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if segments.COLUMNS:
                 column = _scale_columns(h, words)
-                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + firsts[k][:, None]
+                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + _slab_scales(copy, segments)[:, None]
                 dest += (column.to(tl.int64) * segments.slab_rows)[None, :]
                 tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
             elif HAS_SCALES:
@@ -610,16 +608,13 @@ def _expand_item(
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
         copies = _by_k(copy, choices.TOPK)
-        firsts = copies
-        if segments.COLUMNS:
-            firsts = _by_k(_slab_scales(key, copy, segments), choices.TOPK)
         for t in tl.static_range(tile.TILES):
             h = t * tile.BLOCK_H
             if t > 0:
                 words, scales = _load_staged(
                     out, row_ptrs, scale_ptrs, here, h, segments, parts.HAS_SCALES, tile.BLOCK_H
                 )
-            _store_copies(out, words, scales, h, copies, firsts, segments, parts.HAS_SCALES, choices.TOPK)
+            _store_copies(out, words, scales, h, copies, segments, parts.HAS_SCALES, choices.TOPK)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from tests.layer.test_large import _capture, _StaticCall
 from triton_ep import EPEvent
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, WaitTimeout
-from triton_ep.kernels.device.codes import STEPS
+from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_TO_EXPERTS, STEPS
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Pushing
 from triton_ep.testing import apply_expert
@@ -144,11 +144,13 @@ def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed,
 
 
 def _more_flags_than_programs(rank, nodes, ranks_per_node, case):
-    """Ranks send with one to three programs, which raise six flags, and watch for those of all."""
+    """Ranks send with one to three programs, which raise six flags, and watch for those of all. Steps end elsewhere on
+    each rank."""
     counts = iter([1 + rank % 3, 1 + (rank + 1) % 3])
+    sent = (SENT_TO_EXPERTS, SENT_COMPACT)[rank % 2]
 
     def pushing(ctx, fmt, overlapped, laid):
-        return Pushing(next(counts), 6, STEPS, False)
+        return Pushing(next(counts), 6, STEPS, sent, False)
 
     with mock.patch.object(tuning, "_pushing", pushing), make_layer(case, rank, nodes, ranks_per_node, num_sm=8) as one:
         for call in range(4):
