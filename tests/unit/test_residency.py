@@ -19,6 +19,7 @@ from triton_ep.kernels.device.codes import (
     LANDING_ROW,
     LANDING_WORDS,
     SENT_COMPACT,
+    SENT_EVENLY,
     SENT_TO_EXPERTS,
     WORDS,
 )
@@ -336,7 +337,7 @@ def test_more_programs_push_rows_for_their_experts(monkeypatch: pytest.MonkeyPat
     assert pushing(4, "experts") == pushing(16, "experts") == (128, 128, 8, SENT_TO_EXPERTS)
     assert pushing(2, "compact") == pushing(4, "compact") == (128, 128, 5, SENT_COMPACT)
     # Ranks watch as many flags, whatever programs raise them: others may convert rows, or leave room for a hook.
-    assert pushing(2, "converted", "mxfp8") == (128, 256, 8, SENT_TO_EXPERTS)
+    assert pushing(2, "converted", "mxfp8") == (128, 256, 8, SENT_EVENLY)
     assert pushing(2, "experts", beside=False) == (20, 256, 8, SENT_TO_EXPERTS)
     assert pushing(4, "compact", beside=False) == (20, 128, 5, SENT_COMPACT)
 

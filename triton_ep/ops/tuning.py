@@ -90,6 +90,9 @@ class Pushing(NamedTuple):
 Laid = Literal["compact", "experts", "converted"]
 """How a rank lays its rows out: once; for each of their experts; for each of these, converted."""
 
+_SENT: dict[Laid, int] = {"compact": SENT_COMPACT, "experts": SENT_TO_EXPERTS, "converted": SENT_EVENLY}
+"""Where the steps of small programs end. Other ends were not measured where rows are converted."""
+
 
 def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid: Laid) -> Pushing:
     """Programs of the push.
@@ -114,8 +117,8 @@ def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid
     # few rows on their way. That was not measured where rows are converted.
     most = few * fmt.shape.most_sending if fmt.shape.copies_in_bulk and laid != "compact" else few
     wanted = (few if laid == "converted" else most) if overlapped else programs
-    steps, sent = (STEPS_OF_COMPACT, SENT_COMPACT) if laid == "compact" else (STEPS, SENT_TO_EXPERTS)
-    return Pushing(min(wanted, most), even(most), steps, sent, overlapped)
+    steps = STEPS_OF_COMPACT if laid == "compact" else STEPS
+    return Pushing(min(wanted, most), even(most), steps, _SENT[laid], overlapped)
 
 
 def even(programs: int) -> int:
