@@ -2,6 +2,7 @@
 
     python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
     python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 128 --experts 8 --iters 2     # CPU, to try it
+    python tests/bench/bench_doors.py --ranks 4 --parts low-latency --limit 60
 
 Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
 rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales; -torch- the heap of
@@ -13,7 +14,7 @@ graphs, so they have no host time; both sides quantise one-byte rows in the meas
 weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both send them with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
 lines compare the times in which kernels run, and the host times of calls that are not captured, which alternate with
-those of the layer call by call.
+those of the layer call by call. All are taken in turns; with --limit the turn in which it passes is the last one.
 Columns and method: docs/benchmarks/README.md.
 """
 
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,6 +63,8 @@ HOST_BOUND_US = 40.0
 """Microseconds of host time that a call of an integration may take more than the layer's."""
 LAYER_CALLS = {"roundtrip": 2, "forward+backward": 4}
 """Calls of the layer in an op, if not one."""
+PARTS = ("deep_ep", "hybrid_ep", "elastic", "low-latency")
+"""What --parts may name; deep_ep includes Megatron's functions."""
 
 Name = tuple[str, str, str]
 """(op, provider, kind of rows)"""
@@ -68,6 +72,8 @@ Calls = dict[Name, Callable[[], object]]
 """The timed calls."""
 Hosts = dict[Name, tuple[float, float]]
 """Host microseconds of an integration's call, and of the layer's call in turn with it."""
+Taken = dict[Name, tuple[list[float], list[float]]]
+"""Each single one of them."""
 
 
 class WrongResult(Exception):
@@ -313,27 +319,30 @@ class Doors:
                 found[name] = kernel_time(recorded, RECORDED)
         return found
 
-    def host_times(self, turns: int) -> Hosts:
-        """Host times of calls that are not captured; empty on the CPU. Collective.
+    def take_host_times(self, found: Taken) -> None:
+        """Add a turn of host times of calls that are not captured; of none on the CPU. Collective.
 
         Each call of an integration alternates with the layer's, because the host's speed changes during a run.
         """
         single = Timer(self.device, 1, 0)
         names = [name for name in self.calls if name[1] != "triton_ep" and name not in self.captured]
-        pairs = {name: _layers_call(name) for name in names if _layers_call(name) in self.calls}
-        found: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
-        for _ in range(turns):
-            for name, core in pairs.items():
+        for name in names:
+            if (core := _layers_call(name)) in self.calls:
+                sides = found.setdefault(name, ([], []))
                 for _ in range(HOST_CALLS):
-                    for each, times in zip((name, core), found[name], strict=True):
+                    for each, times in zip((name, core), sides, strict=True):
                         us = single.host_time(lambda _, call=self.calls[each]: call(), self.meet)
                         times.extend([] if us is None else [us])
-        hosts: Hosts = {}
-        for name, sides in found.items():
-            door, layer = (slowest(statistics.median(times) if times else None) for times in sides)
-            if door is not None and layer is not None:
-                hosts[name] = door, layer
-        return hosts
+
+
+def _hosts_of(found: Taken) -> Hosts:
+    """Medians of the slowest rank. Collective."""
+    hosts: Hosts = {}
+    for name, sides in found.items():
+        door, layer = (slowest(statistics.median(times) if times else None) for times in sides)
+        if door is not None and layer is not None:
+            hosts[name] = door, layer
+    return hosts
 
 
 def _host_of(name: Name, hosts: Hosts) -> float | None:
@@ -366,9 +375,15 @@ def open_doors(args: argparse.Namespace) -> Iterator[Doors]:
         EPAll2AllLayer(*sizes, enable_local_combine=per_node == ranks, **options) as layer,
         EPAll2AllLayer(*sizes, alignment=PAD, **options) as padded,
     ):
-        calls = _calls(args, layer, device) | _hybrid_calls(args, padded, hybrid) | _elastic_calls(args, layer, padded)
+        calls: Calls = {}
+        if "deep_ep" in args.parts:
+            calls |= _calls(args, layer, device)
+        if "hybrid_ep" in args.parts:
+            calls |= _hybrid_calls(args, padded, hybrid)
+        if "elastic" in args.parts:
+            calls |= _elastic_calls(args, layer, padded)
         few = None
-        if per_node == ranks:
+        if per_node == ranks and "low-latency" in args.parts:
             few = doors_low_latency.LowLatencyDoor(
                 min(args.tokens, doors_low_latency.TOKENS), (args.hidden, args.topk, args.experts), args.num_sm, _same
             )
@@ -387,24 +402,52 @@ def measure_in_turns(args: argparse.Namespace) -> Iterator[Callable[[], list[ben
     """A function that times all calls once, for compare_commits.py. Collective over the world."""
     with open_doors(args) as doors:
         timer = Timer(doors.device, args.iters, args.warmup)
-        yield lambda: _rows(args, 1, doors.times(timer), doors.host_times(1), {})
+
+        def rows() -> list[bench_rows.Row]:
+            timings, taken = doors.times(timer), Taken()
+            doors.take_host_times(taken)
+            return _rows(args, 1, timings, _hosts_of(taken), {})
+
+        yield rows
 
 
 def run(args: argparse.Namespace) -> None:
     """Run on each rank."""
+    began = time.monotonic()
     rank, _ = ep_distributed.initialize_distributed(timeout_s=300, heap=args.heap)
+    turns: list[dict[Name, Timing]] = []
+    taken: Taken = {}
+    kernels: dict[Name, float | None] = {}
+
+    def tell(what: str) -> None:
+        if rank == 0:
+            print(f"{time.monotonic() - began:.0f} s: {what}", file=sys.stderr, flush=True)
+
     with open_doors(args) as doors:
+        tell(f"{len(doors.calls)} calls give the layer's results")
         timer = Timer(doors.device, args.iters, args.warmup)
-        turns = [doors.times(timer) for _ in range(TURNS)]
+        while len(turns) < TURNS and (not turns or _goes_on(began, args.limit)):
+            turns.append(doors.times(timer))
+            doors.take_host_times(taken)
+            if not kernels:
+                kernels = doors.kernel_times(timer)
+            tell(f"turn {len(turns)} of {TURNS}")
         timings = {name: _joined([turn[name] for turn in turns]) for name in doors.calls}
-        hosts, kernels = doors.host_times(TURNS), doors.kernel_times(timer)
-        rows = _rows(args, TURNS, timings, hosts, kernels)
+        hosts = _hosts_of(taken)
+        rows = _rows(args, len(turns), timings, hosts, kernels)
     if rank == 0:
         print(tables.table(rows))
         _compare(timings, hosts, kernels)
         if args.csv is not None:
             bench_rows.append_rows(args.csv, rows)
     ep_distributed.finalize_distributed()
+
+
+def _goes_on(began: float, limit: float | None) -> bool:
+    """Whether less than the limit has passed on rank 0. Collective."""
+    late = [limit is not None and time.monotonic() - began > limit]
+    dist.broadcast_object_list(late, 0)
+    return not late[0]
 
 
 def _rows(
@@ -462,7 +505,7 @@ def _compare(timings: dict[Name, Timing], hosts: Hosts, kernels: dict[Name, floa
                 more = (hosts[name][0] - hosts[name][1]) / LAYER_CALLS.get(op, 1)
                 verdict = "within" if more <= HOST_BOUND_US else "ABOVE"
                 print(f"    host time: {more:+.1f} us per call, {verdict} {HOST_BOUND_US}")
-    for op in ("dispatch", "combine", "roundtrip"):
+    for op in ("dispatch", "combine", "roundtrip") if ("dispatch", "triton_ep", "expert-major") in timings else ():
         ratio = timings[op, "triton_ep", "compact"].median_us / timings[op, "triton_ep", "expert-major"].median_us
         print(f"{op} of compact rows: {ratio:.3f} of expert-major ones")
 
@@ -474,6 +517,13 @@ def doors_parser() -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="commit of the rows")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="integrations (default: all); elastic is compared with calls of deep_ep and hybrid_ep",
+    )
     return parser
 
 
@@ -482,6 +532,7 @@ def main() -> None:
     parser = doors_parser()
     parser.add_argument("--heap", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric heap")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--limit", type=float, help="seconds after which no further turn begins (default: none)")
     args = parser.parse_args()
     if ep_distributed.launched_by() == "none":
         ep_distributed.run_ranks(run, args.ranks, args)
