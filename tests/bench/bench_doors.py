@@ -44,6 +44,7 @@ from triton_ep.bench import tables
 from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.providers import meet_by_collective
 from triton_ep.bench.routing import uniform_idx
+from triton_ep.bench.settings import origin_of_kernels
 from triton_ep.bench.timing import Timer, Timing, kernel_time, over_ranks, record_calls, slowest
 from triton_ep.heap.registry import HEAPS
 from triton_ep.integrations import megatron
@@ -458,7 +459,7 @@ def _rows(
     kernels: dict[Name, float | None],
 ) -> list[bench_rows.Row]:
     """One row per call."""
-    how, ranks = "interpreted" if INTERPRETING else "jit", dist.get_world_size()
+    how, ranks = origin_of_kernels(INTERPRETING), dist.get_world_size()
     heap = "torch-" if isinstance(ep_distributed.current_heap(), HEAPS["torch"]) else ""
     environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     found = []

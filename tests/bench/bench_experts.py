@@ -27,6 +27,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 
 from triton_ep.bench import rows as bench_rows
+from triton_ep.bench.settings import origin_of_kernels
 from triton_ep.bench.timing import Timer, Timing, summarize
 from triton_ep.errors import EPError
 from triton_ep.mx.tensor import MXTensor
@@ -449,7 +450,7 @@ def row(
     case: Case, shape: str, segments: str, sizes: tuple[int, int, int], environment: Any, result: Timing | str
 ) -> Any:
     """A row of the table of results. sizes: rows, terms, experts."""
-    mode = "torch" if case.how.startswith("torch") else "interpreted" if INTERPRETING else "jit"
+    mode = "torch" if case.how.startswith("torch") else origin_of_kernels(INTERPRETING)
     how = case.how.partition(":")[0].replace("torch ", "").replace(", ", "-").replace(" ", "-") or "all"
     given: dict[str, object] = {"skip_reason": result}
     if isinstance(result, Timing):

@@ -22,6 +22,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 
 from triton_ep.bench import rows as bench_rows
+from triton_ep.bench.settings import origin_of_kernels
 from triton_ep.bench.timing import Timer, Timing, summarize
 from triton_ep.errors import EPError
 from triton_ep.mx.tensor import MXTensor
@@ -81,7 +82,7 @@ class Case:
     def row(self, environment: bench_rows.Row, values: dict[str, object]) -> bench_rows.Row:
         """The case as a row; `hidden` is the number of terms K, `tokens` the rows of all experts."""
         experts, n, k = SHAPES[self.shape]
-        mode = "torch" if self.provider == "torch" else "interpreted" if INTERPRETING else "jit"
+        mode = "torch" if self.provider == "torch" else origin_of_kernels(INTERPRETING)
         columns: dict[str, object] = {"op": f"grouped_gemm_{self.op}", "provider": self.provider}
         columns |= {"mode": f"{mode}-{self.path}-n{n}", "payload": "bf16" if self.path == "bf16" else "mxfp8"}
         columns |= {"nodes": 1, "ranks": 1, "tokens": sum(self.sizes()), "hidden": k, "experts": experts}

@@ -33,6 +33,7 @@ from triton_ep import distributed as ep_distributed
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.routing import uniform_idx
+from triton_ep.bench.settings import origin_of_kernels
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.runtime.launch import INTERPRETING
 
@@ -75,7 +76,7 @@ def _row(args: argparse.Namespace, heap: str, op: str, found: list[dict[str, flo
         {
             "op": op,
             "provider": "triton_ep",
-            "mode": f"{'interpreted' if INTERPRETING else 'jit'}-exact-{heap}",
+            "mode": f"{origin_of_kernels(INTERPRETING)}-exact-{heap}",
             "payload": "bf16",
             "nodes": 1,
             "ranks": int(found[0]["ranks"]),

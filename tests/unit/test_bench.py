@@ -26,7 +26,7 @@ from triton_ep import distributed as ep_distributed
 from triton_ep.bench import by_source, exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
-from triton_ep.bench.settings import COMPACT, Case, Settings, Shape
+from triton_ep.bench.settings import COMPACT, Case, Settings, Shape, origin_of_kernels
 from triton_ep.cli import bench as cli
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, EPError, InputError
@@ -847,3 +847,12 @@ def test_a_wrong_sum_is_told_with_its_place() -> None:
         WrongResult, match=r"rank 2: off by nan .* in 2 of 3 tokens; of the first, 0, in 1 columns from 3"
     ):
         by_source.Checked.check_combine(rows, 0, out)
+
+
+@pytest.mark.parametrize("value, origin", [(None, "jit"), ("0", "jit"), ("1", "aot"), ("prefer", "prefer-aot")])
+def test_rows_say_where_kernels_come_from(monkeypatch: pytest.MonkeyPatch, value: str | None, origin: str) -> None:
+    """Compiled kernels of a library are not called JIT's."""
+    monkeypatch.delenv("TRITON_EP_AOT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_EP_AOT", value)
+    assert (origin_of_kernels(False), origin_of_kernels(True)) == (origin, "interpreted")

@@ -14,7 +14,7 @@ from triton_ep.bench import beside, exchange, host, moe, report, single
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.job import Job, Measured, Place, join
 from triton_ep.bench.providers import Unavailable
-from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.bench.settings import Case, Settings, Shape, origin_of_kernels
 from triton_ep.errors import HeapError, PeerFailed, WaitTimeout
 
 _SHORT = (torch.OutOfMemoryError.__name__, HeapError.__name__)
@@ -85,7 +85,7 @@ def _floors(settings: Settings, place: Place, results: report.Results) -> float 
 
 
 def _floor_row(settings: Settings, place: Place, floor: single.Floor) -> bench_rows.Row:
-    how = "interpreted" if settings.interpreting else "jit"
+    how = origin_of_kernels(settings.interpreting)
     return bench_rows.make_row(
         {
             "op": "floor",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_ep.errors import ConfigError
+from triton_ep.runtime.environment import read_environment
 
 COMMANDS = (
     "dispatch",
@@ -280,9 +281,9 @@ class Case:
     @property
     def mode(self) -> str:
         """The column `mode`: how kernels run, capacity, programs, and options that differ from the default."""
-        s = self.settings
+        s, how = self.settings, origin_of_kernels(self.settings.interpreting)
         if s.command in ("barrier", "quantise"):
-            return _how(s) if self.provider == "triton_ep" else "torch"
+            return how if self.provider == "triton_ep" else "torch"
         if s.command == "moe-layer":
             return self._moe_mode()
         aligned = [f"a{s.alignment}"] if s.alignment > 1 else []
@@ -293,11 +294,11 @@ class Case:
         programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
         if self.provider == COMPACT:
             fp8 = ["quantised-before", "fp8"] if self.payload == "mxfp8" else []
-            parts = [_how(s), self.capacity, programs, *budget, "unpermuted", *fp8]
+            parts = [how, self.capacity, programs, *budget, "unpermuted", *fp8]
             return "-".join([*parts, "graph"] if s.graph else parts)
         if self.provider != "triton_ep":
             return "-".join(["torch-exact", *aligned])
-        parts = [_how(s), self.capacity, "ll" if s.low_latency else programs, *budget]
+        parts = [how, self.capacity, "ll" if s.low_latency else programs, *budget]
         parts += [*(["local"] if s.local_combine else []), *aligned]
         return "-".join([*parts, "graph"] if s.graph else parts)
 
@@ -316,7 +317,14 @@ class Case:
             return f"torch-exact-{width}"
         programs = "ll" if s.decode else "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
         # Modules for decoding do not align rows.
-        parts = [_how(s), self.capacity, programs, "local", *([] if s.decode else [f"a{s.alignment}"]), width]
+        parts = [
+            origin_of_kernels(s.interpreting),
+            self.capacity,
+            programs,
+            "local",
+            *([] if s.decode else [f"a{s.alignment}"]),
+            width,
+        ]
         parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)
 
@@ -400,8 +408,12 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-def _how(settings: Settings) -> str:
-    return "interpreted" if settings.interpreting else "jit"
+def origin_of_kernels(interpreting: bool) -> str:
+    """How kernels of this run come to be, the first part of `mode`: "interpreted", "jit"; "aot" from an ahead-of-time
+    library, "prefer-aot" from one as far as it has them."""
+    if interpreting:
+        return "interpreted"
+    return {"require": "aot", "prefer": "prefer-aot"}.get(read_environment().aot or "", "jit")
 
 
 def _positive_number(text: str, option: str) -> float:
