@@ -23,8 +23,8 @@ FORMAT = 1
 _TOKENS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SHAPE = {field.name for field in dataclasses.fields(Shape)} - {"network", "interpreted", "tuned", "token"}
 _USES = {field.name for field in dataclasses.fields(layers.LayerCalls)}
-_OTHER = {"token_dtype", "gpus", "ranks"}
-_IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned"}
+_OTHER = {"token_dtype", "gpus", "ranks", "sm_budget"}
+_IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned", "shared_staging"}
 """Fields of EPConfig that do not affect kernels, or are given by other fields."""
 _KINDS = {field.name: str(field.type) for kind in (Shape, layers.LayerCalls) for field in dataclasses.fields(kind)}
 """Types of these fields, as text."""
@@ -139,6 +139,10 @@ def of_config(values: Mapping[str, Any], where: str) -> list[KernelRequest]:
         given["payload"] = None
     if faults := list(_faults(given, token)):
         raise ConfigError(f"{where}: {'; '.join(faults)}.")
+    if (budget := given.get("sm_budget")) is not None:
+        # As EPConfig does: a kernel that sends to other nodes leaves half of the budget to those that wait for it.
+        most = budget if given["world_size"] == given["local_world_size"] else max(budget // 2, 1)
+        given |= {"budgeted": True, "num_sm": min(given.get("num_sm", Shape.num_sm), most)}
     sizes = {name: given[name] for name in _SHAPE if name in given}
     network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
     shape = Shape(**sizes, token=token, network=network)
@@ -165,6 +169,9 @@ def _faults(given: Mapping[str, Any], token: str) -> Iterator[str]:
             yield f"{name} must be a list{'' if choices is None else f' of {choices}'}, got {values!r}"
         elif choices is not None and not set(values) <= set(choices):
             yield f"{name} has {sorted(set(values) - set(choices))}; there are {choices}"
+    budget = given.get("sm_budget")
+    if budget is not None and (type(budget) is not int or budget < 1 or given.get("low_latency")):
+        yield f"sm_budget must be an integer of at least 1, in layers without low_latency, got {budget!r}"
     if token not in TOKEN_BYTES:
         yield f"token_dtype {token!r} is none of {sorted(_TOKENS)}"
     if given.get("payload") not in (None, "mxfp8"):

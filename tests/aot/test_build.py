@@ -1,12 +1,12 @@
 """Building a library: without torch, byte for byte reproducible anywhere; verified; broken libraries are found."""
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from tests.programs import run_program
 from triton_ep.aot import manifest
 from triton_ep.aot.build import build
 from triton_ep.aot.verify import verify
+from triton_ep.config import EPConfig
 from triton_ep.errors import AotCorrupted, AotMiss, ConfigError
+from triton_ep.kernels.device.codes import NVSHMEM, P2P
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.library import FORMAT, Library, architectures
+from triton_ep.runtime.plans.layers import layer_requests
 from triton_ep.runtime.plans.request import KernelRequest
 
 pytestmark = pytest.mark.plain
@@ -214,10 +217,10 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
     one = KernelRequest("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
     other = KernelRequest("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
     assert one.signature() == other.signature()
-    for each in (one, replace(one, side_by_side=True)):
+    for each in (one, dataclasses.replace(one, side_by_side=True)):
         read = KernelRequest.from_dict(json.loads(each.text()))
         assert (read.signature(), read.side_by_side) == (each.signature(), each.side_by_side)
-    assert one.signature() != replace(one, side_by_side=True).signature()
+    assert one.signature() != dataclasses.replace(one, side_by_side=True).signature()
     assert one.signature() != KernelRequest("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()
 
 
@@ -237,6 +240,8 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
         ({"landing": ["row"]}, 'landing is for layers with payload "mxfp8"'),
         ({"landing": ["mx"], "payload": "mxfp8"}, r"landing has \['mx'\]; there are \('row', 'bf16'\)"),
         ({"colour": 1}, r"unknown \['colour'\]"),
+        ({"sm_budget": 0}, "sm_budget must be an integer of at least 1, in layers without low_latency, got 0"),
+        ({"sm_budget": 24, "low_latency": True}, "in layers without low_latency, got 24"),
     ],
 )
 def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str) -> None:
@@ -245,6 +250,16 @@ def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str)
     assert manifest.of_config({**right, "fp8_rows": True, "compact": True}, "right")
     with pytest.raises(ConfigError, match=text):
         manifest.read_config(json.dumps({**right, **change}))
+
+
+@pytest.mark.parametrize("per_node, budget", [(4, None), (4, 24), (4, 6), (2, 24)])
+def test_the_fields_of_a_config_are_taken(per_node: int, budget: int | None) -> None:
+    """All of them, as a dictionary: the requests are those of the config's kernels."""
+    config = EPConfig(64, 512, 2, 8, 0, 4, per_node, sm_budget=budget, enable_local_combine=True, shared_staging=True)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    text = json.dumps(fields, default=str)
+    network = P2P if per_node == 4 else NVSHMEM
+    assert manifest.read_config(text) == manifest.unique(layer_requests(config.shape(network)))
 
 
 @pytest.mark.parametrize(
