@@ -16,7 +16,7 @@ from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, P2P
 from triton_ep.runtime.plans import experts, experts_backward, layers, products
 from triton_ep.runtime.plans.request import KernelRequest
-from triton_ep.runtime.plans.shape import TOKEN_BYTES, Shape
+from triton_ep.runtime.plans.shape import TOKEN_BYTES, Shape, sending_in_budget
 from triton_ep.runtime.tuned.table import KERNELS, Key, look_up
 
 FORMAT = 1
@@ -140,9 +140,9 @@ def of_config(values: Mapping[str, Any], where: str) -> list[KernelRequest]:
     if faults := list(_faults(given, token)):
         raise ConfigError(f"{where}: {'; '.join(faults)}.")
     if (budget := given.get("sm_budget")) is not None:
-        # As EPConfig does: a kernel that sends to other nodes leaves half of the budget to those that wait for it.
-        most = budget if given["world_size"] == given["local_world_size"] else max(budget // 2, 1)
-        given |= {"budgeted": True, "num_sm": min(given.get("num_sm", Shape.num_sm), most)}
+        one_node = given["world_size"] == given["local_world_size"]
+        num_sm = sending_in_budget(given.get("num_sm", Shape.num_sm), budget, one_node)
+        given |= {"budgeted": True, "num_sm": num_sm}
     sizes = {name: given[name] for name in _SHAPE if name in given}
     network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
     shape = Shape(**sizes, token=token, network=network)

@@ -13,7 +13,7 @@ import torch
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.runtime.environment import Environment, as_integer, read_environment
-from triton_ep.runtime.plans.shape import Shape
+from triton_ep.runtime.plans.shape import Shape, sending_in_budget
 from triton_ep.runtime.tuned.table import KERNELS, TunedEntry
 
 __all__ = ["MOST_ROWS", "EPConfig", "Environment", "as_integer", "read_environment"]
@@ -200,16 +200,14 @@ class EPConfig:
             raise ConfigError(f"capacity {self.recv_capacity} exceeds {MOST_ROWS}, the most rows that are numbered.")
 
     def _take_budget(self, budget: int) -> None:
-        """Limit `num_sm`, so that half of the budget is left for the kernels that wait for these programs: a program
-        that pushes within a node takes half a multiprocessor, one that sends to other nodes a whole one."""
+        """Keep the budget, and limit `num_sm` by it."""
         if self.low_latency:
             raise ConfigError(
                 f"sm_budget={budget} and low_latency=True do not go together: a program per token is short, and no "
                 "number of multiprocessors limits them. Leave sm_budget out."
             )
-        most = budget if self.is_intra_node else max(budget // 2, 1)
         object.__setattr__(self, "sm_budget", budget)
-        object.__setattr__(self, "num_sm", min(self.num_sm, most))
+        object.__setattr__(self, "num_sm", sending_in_budget(self.num_sm, budget, self.is_intra_node))
 
     @property
     def budgeted(self) -> bool:

@@ -98,6 +98,7 @@ _BOUND_BITS = tl.constexpr(codes.BOUND_BITS)
 _BOUND_MASK = tl.constexpr(2**codes.BOUND_BITS - 1)
 SENT_EVENLY = tl.constexpr(codes.SENT_EVENLY)
 _SENT_COMPACT = tl.constexpr(codes.SENT_COMPACT)
+_STEPS_OF_COMPACT = tl.constexpr(codes.STEPS_OF_COMPACT)
 _DISPATCH_BOUNDS = tl.constexpr(codes.packed_bounds(codes.DISPATCH_BOUNDS))
 _EXPERTS_BOUNDS = tl.constexpr(codes.packed_bounds(codes.EXPERTS_BOUNDS))
 _COMPACT_BOUNDS = tl.constexpr(codes.packed_bounds(codes.COMPACT_BOUNDS))
@@ -137,8 +138,14 @@ def parts_staged(steps):
 
 
 @triton.jit
+def most_steps(sent):
+    """Most steps of a push that ends them as SENT_* (codes.py) says."""
+    return tl.where(sent == _SENT_COMPACT, _STEPS_OF_COMPACT, STEPS)
+
+
+@triton.jit
 def part_of_step(step, num_steps, sent):
-    """Part of the rows at which a step of a dispatch in `num_steps` steps begins. sent: SENT_* (codes.py)."""
+    """Part of the rows at which a step of a dispatch in `num_steps` steps begins. sent: as in `most_steps`."""
     bounds = tl.where(sent == SENT_EVENLY, tl.full([], _DISPATCH_BOUNDS, tl.int64), _EXPERTS_BOUNDS)
     bounds = tl.where(sent == _SENT_COMPACT, _COMPACT_BOUNDS, bounds)
     return _picked(bounds, step * STEPS // num_steps)

@@ -99,7 +99,15 @@ from ..device.payload import (
     wire_of,
 )
 from ..device.pull import fewer
-from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
+from ..device.tables import (
+    STEPS,
+    expert_offsets_of,
+    most_steps,
+    num_recv_of,
+    part_begin,
+    part_of_step,
+    step_rows_of,
+)
 from ..spec import ep_kernel
 
 LANDING_MX = tl.constexpr(codes.LANDING_MX)
@@ -131,13 +139,11 @@ class Chunks(NamedTuple):
     """Chunks of tokens, in which the steps of a push are counted.
 
     Attributes:
-        most_steps: most steps of this push, up to STEPS.
-        sent: where they end, SENT_* (device/codes.py).
+        sent: where the steps of this push end, SENT_* (device/codes.py).
         BLOCK_T: tokens of a chunk.
         STEP_CHUNKS: chunks for which a step is worth its release.
     """
 
-    most_steps: Any
     sent: Any
     BLOCK_T: tl.constexpr
     STEP_CHUNKS: tl.constexpr
@@ -258,7 +264,7 @@ def dispatch_push_kernel(
     local = tl.arange(0, senders.LWP)
     MOST: tl.constexpr = fewer(TOPK, senders.LWP)  # ranks of this node that a token goes to
     num_chunks = tl.cdiv(num_tokens, chunks.BLOCK_T)
-    num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), chunks.most_steps)
+    num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), most_steps(chunks.sent))
     for step in range(num_steps):
         # Not carried from step to step: Triton 3.6 and 3.7 lose what they only need as a bound of an inner loop.
         begin = part_begin(part_of_step(step, num_steps, chunks.sent), num_chunks) * chunks.BLOCK_T

@@ -124,7 +124,6 @@ _INTEGERS = {
     "ranks_per_node": 8,
     "max_tokens": 4096,
     "num_flags": 128,
-    "most_steps": 8,
     "sent": 0,
 }
 _PUSH = runtime.spec("dispatch_push_kernel")

@@ -28,7 +28,7 @@ from tests.layer.test_large import _capture, _StaticCall
 from triton_ep import EPEvent
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, WaitTimeout
-from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_TO_EXPERTS, STEPS
+from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_TO_EXPERTS
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Pushing
 from triton_ep.testing import apply_expert
@@ -150,7 +150,7 @@ def _more_flags_than_programs(rank, nodes, ranks_per_node, case):
     sent = (SENT_TO_EXPERTS, SENT_COMPACT)[rank % 2]
 
     def pushing(ctx, fmt, overlapped, laid):
-        return Pushing(next(counts), 6, STEPS, sent, False)
+        return Pushing(next(counts), 6, sent, False)
 
     with mock.patch.object(tuning, "_pushing", pushing), make_layer(case, rank, nodes, ranks_per_node, num_sm=8) as one:
         for call in range(4):

@@ -22,7 +22,7 @@ from triton_ep.kernels.device.arrivals import (
     wait_arrivals,
 )
 from triton_ep.kernels.device.job import Job
-from triton_ep.kernels.device.tables import part_of_step
+from triton_ep.kernels.device.tables import most_steps, part_of_step
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 RANKS, SENDERS = 2, 128
@@ -150,17 +150,19 @@ def test_programs_tell_each_other_what_they_have_seen() -> None:
 def _ends(out_ptr, num_steps, sent):
     for step in range(num_steps + 1):
         tl.store(out_ptr + step, part_of_step(step, num_steps, sent))
+    tl.store(out_ptr + num_steps + 1, most_steps(sent))
 
 
 @pytest.mark.parametrize("num_steps", range(1, codes.STEPS + 1))
 @pytest.mark.parametrize("sent", [codes.SENT_EVENLY, codes.SENT_TO_EXPERTS, codes.SENT_COMPACT])
 def test_steps_divide_all_rows(sent: int, num_steps: int) -> None:
     """Each step has some parts, and the last of several fewer than most."""
-    out = torch.full((codes.STEPS + 1,), -1, dtype=torch.int32, device=DEVICE)
+    out = torch.full((codes.STEPS + 2,), -1, dtype=torch.int32, device=DEVICE)
     _ends[(1,)](out, num_steps, sent, num_warps=1)
-    ends = out[: num_steps + 1].tolist()
+    *ends, most = out[: num_steps + 2].tolist()
+    assert most == (codes.STEPS_OF_COMPACT if sent == codes.SENT_COMPACT else codes.STEPS)
     assert (ends[0], ends[-1]) == (0, codes.PARTS)
     parts = [end - begin for begin, end in pairwise(ends)]
     assert min(parts) > 0 and (num_steps == 1 or parts[-1] < codes.PARTS / num_steps)
-    if sent == codes.SENT_COMPACT and num_steps == codes.STEPS_OF_COMPACT:
+    if sent == codes.SENT_COMPACT and num_steps == most:
         assert parts == [24, 18, 12, 7, 3]

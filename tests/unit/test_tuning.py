@@ -23,8 +23,18 @@ def test_no_pair_of_flags_of_arrivals_is_read_by_two_threads(ranks_per_node, num
     plan = exchange.expand(shape, landing=0, has_weights=True, keep_copies=False, row_words=16)
     sources = plan.constexprs["SOURCES"]
     assert plan.num_warps == num_warps
-    assert sources * plan.constexprs["SENDERS"] >= 2 * 32 * num_warps
+    read = plan.constexprs["WATCHED"] or sources * plan.constexprs["SENDERS"]
+    assert read >= 2 * 32 * num_warps and plan.constexprs["WATCHED"] <= plan.constexprs["SENDERS"]
     assert sources >= max(ranks_per_node, 2) and sources & (sources - 1) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_small_programs_watch_many_flags_in_groups(ranks):
+    """A pair per thread of their one warp; a thread reads no more than one word of a group, either."""
+    plan = exchange.expand(Shape(4096, 7168, 8, 256, ranks, ranks), 0, False, True, 896)
+    values = plan.constexprs
+    assert plan.num_warps == 1 and values["WATCHED"] == 64
+    assert values["SOURCES"] == ranks and values["SOURCES"] * values["SENDERS"] // values["WATCHED"] <= 32
 
 
 def test_sums_that_wait_leave_room_for_what_they_wait_for():

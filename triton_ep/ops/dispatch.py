@@ -78,7 +78,7 @@ def push(
     overlapped: the receiving half runs concurrently. laid: how it lays rows out.
     """
     words, scale, row_words, payload = _source(ctx, x)
-    programs, flags, steps, sent, spread = pushing_programs(ctx, fmt, overlapped, laid)
+    programs, flags, sent, spread = pushing_programs(ctx, fmt, overlapped, laid)
     kind = (payload, row_words, spread, (words.data_ptr() | scale.data_ptr()) % 16 == 0)
     ctx.launcher(("spread" if spread else "push", *kind), exchange.push, *kind, fmt=fmt).launch(
         programs,
@@ -89,7 +89,6 @@ def push(
         num_tokens=routing.num_tokens,
         row_words=row_words,
         num_flags=flags,
-        most_steps=steps,
         sent=sent,
     )
 

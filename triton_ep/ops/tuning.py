@@ -13,7 +13,7 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_EVENLY, SENT_TO_EXPERTS, STEPS, STEPS_OF_COMPACT
+from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_EVENLY, SENT_TO_EXPERTS
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
@@ -75,14 +75,12 @@ class Pushing(NamedTuple):
     Attributes:
         programs: their number.
         flags: arrival flags of a rank, an even number, the same on all ranks, whatever their programs.
-        steps: most steps in which they send the rows.
-        sent: where steps end, SENT_* (kernels/device/codes.py).
+        sent: where the steps end in which they send the rows, SENT_* (kernels/device/codes.py).
         spread: small programs on all multiprocessors.
     """
 
     programs: int
     flags: int
-    steps: int
     sent: int
     spread: bool
 
@@ -108,17 +106,16 @@ def pushing_programs(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bo
 
 def _pushing(ctx: DispatchCombineContext, fmt: RowFormat, overlapped: bool, laid: Laid) -> Pushing:
     if ctx.config.copy_engines:  # they send two flags after the rows (ops/copy_engines.py)
-        return Pushing(1, 2, STEPS, SENT_EVENLY, False)
+        return Pushing(1, 2, SENT_EVENLY, False)
     programs = exchange_programs(ctx.config.num_sm)
     if not (fmt.shape.spreads and overlaps(ctx.config, ctx.device)):
-        return Pushing(programs, even(programs), STEPS, SENT_EVENLY, False)
+        return Pushing(programs, even(programs), SENT_EVENLY, False)
     few = min(SENDING_PROGRAMS, multiprocessors(ctx.device))
     # What lays rows out for each expert slows those that send them: more of these keep the links busy where each has
     # few rows on their way. That was not measured where rows are converted.
     most = few * fmt.shape.most_sending if fmt.shape.copies_in_bulk and laid != "compact" else few
     wanted = (few if laid == "converted" else most) if overlapped else programs
-    steps = STEPS_OF_COMPACT if laid == "compact" else STEPS
-    return Pushing(min(wanted, most), even(most), steps, _SENT[laid], overlapped)
+    return Pushing(min(wanted, most), even(most), _SENT[laid], overlapped)
 
 
 def even(programs: int) -> int:

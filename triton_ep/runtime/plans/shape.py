@@ -239,6 +239,13 @@ class Shape:
         return {}, {}
 
 
+def sending_in_budget(num_sm: int, budget: int, one_node: bool) -> int:
+    """`num_sm` of a layer with a budget of multiprocessors: half of the budget is left for the kernels that wait for
+    these programs. One that pushes within a node takes half a multiprocessor, one that sends to other nodes all of it.
+    """
+    return min(num_sm, budget if one_node else max(budget // 2, 1))
+
+
 def step_chunks(interpreted: bool) -> int:
     """Least routing chunks in a step of the push. A release costs microseconds, so few tokens take one step."""
     return 1 if interpreted else 16
