@@ -25,7 +25,17 @@ from ..device.groups import GemmTile
 from ..device.mxfp8 import BLOCK, MODE_RCEIL, dequantize_tile, quantize_tile
 from ..spec import ep_kernel
 from .activation import Activation, apply_activation
-from .products import Factors, Segments, add_step, segment_tile, segment_tiles, table_tile, table_tiles
+from .products import (
+    Factors,
+    Segments,
+    add_step,
+    add_step_by_halves,
+    joined,
+    segment_tile,
+    segment_tiles,
+    table_tile,
+    table_tiles,
+)
 
 _BF16 = tl.constexpr(ACT_OUT_BF16)
 _MX = tl.constexpr(ACT_OUT_MX)
@@ -151,7 +161,7 @@ class Method(NamedTuple):
         TMA: operands are read through descriptors.
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows.
+        SPLIT: compute a tile as two halves of its rows; requires PROMOTE.
     """
 
     TMA: tl.constexpr
@@ -211,14 +221,15 @@ def gate_up_kernel(
             )
         col = tile_n * tile.BLOCK_N
         if method.SPLIT:
-            upper = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
+            left = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
+            right = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
             lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
             # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K).T
-                upper = add_step(upper, x.load([row, k0]), w_tile, False, method.PROMOTE)
-                lower = add_step(lower, x.load([row + HALF_M, k0]), w_tile, False, method.PROMOTE)
+                left, right, lower = add_step_by_halves(left, right, lower, x, row, k0, w_tile)
+            upper = joined(left, right)
             for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K).T
                 upper = add_step(upper, x.load([row, k0]), w_tile, False, method.PROMOTE)

@@ -99,6 +99,12 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def joined(left, right):
+    """The tile of which these are the left and the right half; no value moves to another thread."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+
+
+@triton.jit
 def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
     """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, for few rows: weight rows fill the tile.
 
@@ -116,3 +122,22 @@ def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
     else:
         acc = tl.dot(left, right, acc)
     return acc
+
+
+@triton.jit
+def add_step_by_halves(left, right, lower, x, row, k0, w_tile):
+    """Add a step to a tile of two halves of rows, in float32. Returns (left, right, lower).
+
+    left, right: sums of the upper rows, [M, N / 2] each. lower: sums of the lower rows, [M, N].
+    x: a descriptor of boxes [M, K], of which one starts at `row` and `k0`, one M rows later. w_tile: [K, N].
+
+    The upper rows' right part is added after the product of the lower rows has begun, so that tensor cores multiply
+    while other units add. There are not enough registers to add all of it then.
+    """
+    M: tl.constexpr = lower.shape[0]
+    of_left, of_right = halves(tl.dot(x.load([row, k0]), w_tile), M, lower.shape[1])
+    left += of_left
+    of_lower = tl.dot(x.load([row + M, k0]), w_tile)
+    right += of_right
+    lower += of_lower
+    return left, right, lower

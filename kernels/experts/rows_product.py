@@ -23,7 +23,18 @@ import triton.language as tl
 
 from ..device.groups import GemmTile
 from ..spec import ep_kernel
-from .products import Factors, Segments, add_step, halves, segment_tile, segment_tiles, table_tile, table_tiles
+from .products import (
+    Factors,
+    Segments,
+    add_step,
+    add_step_by_halves,
+    halves,
+    joined,
+    segment_tile,
+    segment_tiles,
+    table_tile,
+    table_tiles,
+)
 
 
 @triton.jit
@@ -89,7 +100,7 @@ class Method(NamedTuple):
         K_MAJOR: weights are [E, N, K], else [E, K, N].
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows.
+        SPLIT: compute a tile as two halves of its rows; requires PROMOTE.
     """
 
     TMA: tl.constexpr
@@ -148,14 +159,15 @@ def rows_product_kernel(
         cols = col + offs_n
         in_n = cols < n
         if method.SPLIT:
-            upper = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
+            left = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
+            right = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
             lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
             # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
-                upper = add_step(upper, a.load([row, k0]), w_tile, False, method.PROMOTE)
-                lower = add_step(lower, a.load([row + HALF_M, k0]), w_tile, False, method.PROMOTE)
+                left, right, lower = add_step_by_halves(left, right, lower, a, row, k0, w_tile)
+            upper = joined(left, right)
             for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
                 w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
                 upper = add_step(upper, a.load([row, k0]), w_tile, False, method.PROMOTE)
