@@ -491,7 +491,9 @@ class EPAll2AllLayer:
         """`dispatch` or `dispatch_scaled` of a low-latency layer for integrations, into memory of the caller.
 
         Args:
-            rows: [T, H]; with scales, H a multiple of 128.
+            rows: [T, H]; if they or the slabs have scales, H a multiple of 128. bf16 rows for slabs with scales are
+                quantised on the way: to MXFP8 with that payload, else by `ops.channel_scales.quantize_channels`, with
+                scales not rounded.
             slabs: [e, n, H], contiguous, n >= world_size * max_tokens; if rows arrive with scales, also [e, n, H / 32]
                 uint8 or [e, c, n] of 32 bits. The rows of local expert i begin at slabs[i, 0]; the scales of row j go
                 to [i, j], or their first c words to [i, :, j]. The rest is left alone. A token that names an expert
@@ -505,11 +507,7 @@ class EPAll2AllLayer:
         self._begin("dispatch", rows.data, weights)
 
         def send() -> Launched[tuple[torch.Tensor | None, EPAllToAllLayoutDesc]]:
-            if rows.scale is None:
-                request = self._requests.dispatch(PLAIN, None, rows.data, ids, weights, None)
-            else:
-                request = self._requests.dispatch_scaled(rows, ids, weights, None)
-            request.slabs = slabs
+            request = self._requests.dispatch_to_slabs(rows, ids, weights, slabs)
             sent = self._send(request, EXPERT_MAJOR[None], split)
             return (sent.received.weights, sent.desc), sent.receive
 

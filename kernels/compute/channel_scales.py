@@ -10,13 +10,9 @@ Replay        Nothing is kept between calls; every byte of the outputs is writte
 
 import triton.language as tl
 
+from ..device.channel_scales import CHANNELS, channel_elements, channel_scale
 from ..device.mxfp8 import block_amax
 from ..spec import ep_kernel
-
-_CHANNELS = tl.constexpr(128)
-_LARGEST = tl.constexpr(448.0)
-_LEAST_AMAX = tl.constexpr(1e-4)
-_MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 @ep_kernel(x_ptr="*bf16", elements_ptr="*fp8e4nv", scale_ptr="*{SCALE}")
@@ -32,24 +28,10 @@ def quantize_channels_kernel(
 ):
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     alive = block < num_blocks
-    offs = block.to(tl.int64)[:, None] * _CHANNELS + tl.arange(0, _CHANNELS)[None, :]
+    offs = block.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
-    amax = block_amax(x, 1)
-    amax = tl.where(amax < _LEAST_AMAX, _LEAST_AMAX, amax)  # a NaN stays
-    scale = amax * (1 / 448)
-    if ROUND:
-        bits = scale.to(tl.int32, bitcast=True)
-        # Exponent of the next power of two. An infinite amax gets the largest exponent, and the factor 0.
-        exponent = tl.minimum((bits >> 23) + ((bits & _MANTISSA) != 0).to(tl.int32), 254)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    else:
-        factor = tl.math.div_rn(tl.full((BLOCKS,), _LARGEST, tl.float32), amax)
-    values = x * factor[:, None]
-    # Comparisons with NaN are false, so a NaN stays.
-    values = tl.where(values > _LARGEST, _LARGEST, values)
-    values = tl.where(values < -_LARGEST, -_LARGEST, values)
-    tl.store(elements_ptr + offs, values.to(tl.float8e4nv), mask=alive[:, None])
+    scale, factor, exponent = channel_scale(block_amax(x, 1), ROUND)
+    tl.store(elements_ptr + offs, channel_elements(x * factor[:, None]), mask=alive[:, None])
     if EXPONENTS:
         row, column = block // blocks_per_row, block % blocks_per_row
         quarter = tl.arange(0, 4)[None, :]

@@ -13,6 +13,9 @@ NVSHMEM_SYMBOLS = ("nvshmemx_putmem_signal_block",)
 WORDS = 0
 QUANTISE = 1
 MX = 2
+QUANTISE_CHANNELS = 3
+CHANNELS = 128
+"""Values that share a scale with QUANTISE_CHANNELS."""
 ROW_UNIT = 128
 """Bytes of which a row of elements and scales on the wire is a multiple. Stores to other GPUs travel in pieces of that
 many bytes: where each warp's store begins inside of one, it needs five pieces for the bytes of four."""

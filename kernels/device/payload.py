@@ -1,4 +1,4 @@
-"""Rows on the wire: opaque words, or elements quantised to MXFP8 with their scales.
+"""Rows on the wire: opaque words, or quantised elements with their scales.
 
 A *tile* is [ROWS, BLOCK_H]. It holds several rows so that a program has several independent accesses in flight, and
 because the interpreter pays per operation, not per element.
@@ -8,6 +8,9 @@ per 32 elements, padded to 128 bytes (`ROW_UNIT`). A low-latency dispatch quanti
 has them quantised and packed in this form before (`pack_rows`), and sends opaque words; rows that the caller has
 quantised come with their scales apart (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of
 data and 3 of scales, padded to 128: in words of 4 bytes, 24 words of data and 32 from one row to the next.
+
+A row of e4m3 with one float32 scale per 128 elements takes as many bytes as one of MXFP8 and travels in the same way. A
+low-latency dispatch quantises to that form, too (QUANTISE_CHANNELS).
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +19,13 @@ import triton
 import triton.language as tl
 
 from . import codes
+from .channel_scales import quantize_channel_tile
 from .mxfp8 import MODE_RCEIL, quantize_tile
 
 WORDS = tl.constexpr(codes.WORDS)
 QUANTISE = tl.constexpr(codes.QUANTISE)
 MX = tl.constexpr(codes.MX)
+QUANTISE_CHANNELS = tl.constexpr(codes.QUANTISE_CHANNELS)
 ROW_UNIT = tl.constexpr(codes.ROW_UNIT)
 _BLOCK = tl.constexpr(32)
 
@@ -194,9 +199,10 @@ def fill_rest(ptr, first, end, value, BYTES: tl.constexpr):
 def wire_of(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
     """Sizes of a row on the wire.
 
-    row_words: words of the data; with QUANTISE elements, each of which becomes one byte.
+    row_words: words of the data; of rows to quantise elements, each of which becomes one byte.
     """
-    WORD_BYTES: tl.constexpr = 1 if PAYLOAD == QUANTISE else WORD.primitive_bitwidth // 8
+    QUANTISED: tl.constexpr = PAYLOAD == QUANTISE or PAYLOAD == QUANTISE_CHANNELS
+    WORD_BYTES: tl.constexpr = 1 if QUANTISED else WORD.primitive_bitwidth // 8
     data_bytes = tl.cast(row_words, tl.int64) * WORD_BYTES
     if PAYLOAD == WORDS:
         return Wire(tl.cast(row_words, tl.int64), data_bytes, data_bytes)
@@ -249,6 +255,9 @@ def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
         blocks = tl.reshape(data.to(tl.float32), [data.shape[0], BLOCK_H // _BLOCK, _BLOCK])
         codes, scales = quantize_tile(blocks, MODE_RCEIL, False)
         return tl.reshape(codes, [data.shape[0], BLOCK_H]).to(tl.uint8, bitcast=True), scales
+    elif PAYLOAD == QUANTISE_CHANNELS:
+        elements, scales = quantize_channel_tile(data.to(tl.float32))
+        return elements.to(tl.uint8, bitcast=True), scales
     else:
         WORD_BYTES: tl.constexpr = data.dtype.primitive_bitwidth // 8
         at = h * WORD_BYTES // _BLOCK + tl.arange(0, BLOCK_H * WORD_BYTES // _BLOCK)

@@ -97,7 +97,7 @@ class Tokens(NamedTuple):
     """Tokens of this rank.
 
     Attributes:
-        x_ptr: [T, x_words] words; with QUANTISE elements.
+        x_ptr: [T, x_words] words, or elements to quantise.
         scale_ptr: [T, row bytes / 32] uint8; read if PAYLOAD is MX.
         topk_idx_ptr: [T, K] expert ids.
         weights_ptr: [T, K] float32; read if HAS_WEIGHTS.
@@ -105,7 +105,7 @@ class Tokens(NamedTuple):
         num_tokens: T.
         host_word: HOST_* of the call (device/codes.py).
         x_words: words of a row.
-        PAYLOAD: WORDS, QUANTISE or MX.
+        PAYLOAD: WORDS, QUANTISE, QUANTISE_CHANNELS or MX (device/payload.py).
         PUSH_TILES: tiles in which a program pushes its row.
         PUSH_BLOCK: words of a tile.
     """
@@ -405,14 +405,10 @@ def _scale_columns(h, words):
 
 
 @triton.jit
-def _slab_scales(copy, segments):
-    """Where the words of scales of output rows begin in the slabs, int64; copy: [ROWS].
-
-    Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x is word
-    (x * 56 + c) * slab_rows + i.
-    """
-    expert = (copy // segments.slab_rows).to(tl.int64)
-    return copy + expert * (segments.scale_words - 1) * segments.slab_rows
+def _in_slabs(copy, key, segments):
+    """Output rows as (local expert << SLOT_BITS | row of its slab): then no thread divides. Negative ones stay."""
+    expert = key >> SLOT_BITS
+    return tl.where(copy >= 0, (expert << SLOT_BITS) + copy - expert * segments.slab_rows, copy)
 
 
 @triton.jit
@@ -421,7 +417,7 @@ def _store_copies(
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
-    copies,  # tuple of [ROWS] output rows of each staging row, negative = none
+    copies,  # tuple of [ROWS] output rows of each staging row, negative = none; with COLUMNS of `_in_slabs`
     segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
@@ -432,14 +428,18 @@ def _store_copies(
     for k in tl.static_range(TOPK):
         copy = copies[k]
         if tl.max(copy) >= 0:  # most rows have few assignments
+            if segments.COLUMNS:
+                # Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x
+                # is word (x * 56 + c) * slab_rows + i.
+                expert, row = (copy >> SLOT_BITS).to(tl.int64), copy & SLOT_MASK
+                column = _scale_columns(h, words)
+                lines = (expert * segments.scale_words)[:, None] + column[None, :]
+                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + lines * segments.slab_rows + row[:, None]
+                tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
+                copy = tl.where(copy >= 0, (expert * segments.slab_rows).to(tl.int32) + row, copy)
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
-            if segments.COLUMNS:
-                column = _scale_columns(h, words)
-                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + _slab_scales(copy, segments)[:, None]
-                dest += (column.to(tl.int64) * segments.slab_rows)[None, :]
-                tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
-            elif HAS_SCALES:
+            if HAS_SCALES and not segments.COLUMNS:
                 dest = out.recv_scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                 store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
 
@@ -607,6 +607,8 @@ def _expand_item(
             weights = bits.to(tl.float32, bitcast=True)
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
+        if segments.COLUMNS:
+            copy = _in_slabs(copy, key, segments)
         copies = _by_k(copy, choices.TOPK)
         for t in tl.static_range(tile.TILES):
             h = t * tile.BLOCK_H

@@ -22,6 +22,7 @@ from triton_ep.context.given import Rows
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError, StaleHandleError, WaitTimeout
 from triton_ep.kernels.device import codes
+from triton_ep.reference import channel_scales as channels_reference
 from triton_ep.reference import dispatch as dispatch_reference
 
 CASES = {
@@ -304,15 +305,21 @@ def _slabs(rank, nodes, ranks_per_node, kind):
     idx, weights = mine.topk_idx.to(device), mine.topk_weights.to(device)
     words = torch.arange(mine.x.shape[0] * 2, dtype=torch.int32, device=device).view(-1, 2) + 1000 * rank
     data = torch.arange(mine.x.shape[0], device=device).unsqueeze(1).expand(-1, case.hidden) + 100 * rank
-    scaled, mx = kind == "scaled", kind == "mxfp8"
-    given = Rows(data.to(torch.uint8).contiguous(), words) if scaled else Rows(mine.x.to(device))
+    mx, channels, scaled = kind == "mxfp8", kind == "channels", kind in ("scaled", "channels")
+    given = sent = Rows(mine.x.to(device))
+    if kind == "scaled":
+        given = sent = Rows(data.to(torch.uint8).contiguous(), words)
+    if channels:  # the dispatch to slabs quantises rows; one is zero, one has the largest number
+        given.data[:1], given.data[1:2, 130] = 0, torch.finfo(torch.bfloat16).max
+        sent = Rows(*(part.to(device) for part in channels_reference.quantize_channels(given.data.cpu(), False, False)))
     capacity = world * max(case.tokens) * case.topk
     plain, slabby = (
         make_layer(case, rank, nodes, ranks_per_node, capacity=capacity, payload=kind if mx else None) for _ in range(2)
     )
     with plain, slabby:
         if scaled:
-            flat, scales, flat_weights, desc = plain.dispatch_scaled(*given, idx, weights)
+            flat, scales, flat_weights, desc = plain.dispatch_scaled(*sent, idx, weights)
+            scales = scales.view(torch.int32)
         else:
             flat, flat_weights, desc = plain.dispatch(given.data, idx, weights)
         if mx:
@@ -320,8 +327,8 @@ def _slabs(rank, nodes, ranks_per_node, kind):
         dtype = torch.float8_e4m3fn if scaled or mx else case.dtype
         slabs = torch.full((experts, num_rows, case.hidden), 3, device=device).to(dtype)
         kept = None
-        if scaled:  # of each row's two words only the first is kept
-            kept = torch.full((experts, 1, num_rows), -5, dtype=torch.int32, device=device)
+        if scaled:  # of each row's two words "scaled" keeps only the first
+            kept = torch.full((experts, 1 + channels, num_rows), -5, dtype=torch.int32, device=device)
         if mx:
             kept = torch.full((experts, num_rows, case.hidden // 32), 5, dtype=torch.uint8, device=device)
         row_weights, of_slabs, hook = slabby.dispatch_to_slabs(given, idx, weights, Rows(slabs, kept), True)
@@ -339,8 +346,8 @@ def _slabs(rank, nodes, ranks_per_node, kind):
             assert torch.equal(row_weights.view(experts, -1)[expert, :n], flat_weights[first : first + n])
             assert (slabs[expert, n:].float() == 3).all()  # left alone
             if scaled:
-                assert torch.equal(kept[expert, 0, :n], scales[first : first + n, 0])
-                assert (kept[expert, 0, n:] == -5).all()
+                assert torch.equal(kept[expert, :, :n], scales[first : first + n, : 1 + channels].T)
+                assert (kept[expert, :, n:] == -5).all()
             if mx:
                 assert torch.equal(kept[expert, :n], scales[first : first + n])
                 assert (kept[expert, n:] == 5).all()
@@ -354,7 +361,7 @@ def _slabs(rank, nodes, ranks_per_node, kind):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize(
-    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.plain) for kind in ("scaled", "mxfp8"))]
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.plain) for kind in ("scaled", "mxfp8", "channels"))]
 )
 def test_rows_go_to_slabs(run_ranks, nodes, ranks_per_node, kind):
     """Each expert's rows, weights and scales are those of the expert-major dispatch; memory past them is left alone;

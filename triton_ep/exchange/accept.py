@@ -97,6 +97,17 @@ class Requests:
         assert ids is not None, "checked"
         return Request(as_sent(rows), ids, weights)
 
+    def dispatch_to_slabs(self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor | None, slabs: Rows) -> Request:
+        """Build the request of `EPAll2AllLayer.dispatch_to_slabs`."""
+        scaled = rows.scale is not None or (self._cfg.payload is None and slabs.scale is not None)
+        try:
+            checks.check_dispatch(self._cfg, self._device, rows.data, ids, weights, None, scale=rows.scale)
+            self._keep_kind(scaled)
+        except _Refused:
+            refusals.refuse(self._ctx, scaled=scaled)
+            raise
+        return Request(as_sent(rows), ids, weights, slabs=slabs)
+
     def dispatch_with_row_map(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> Request:

@@ -61,6 +61,11 @@ class Request:
     needed_tokens: int = 0
     others_know: bool = False
 
+    @property
+    def quantised(self) -> bool:
+        """Whether rows without scales go to slabs with some: the dispatch quantises them."""
+        return self.rows.scale is None and self.slabs is not None and self.slabs.scale is not None
+
 
 class Signals(NamedTuple):
     """Signals by which a kernel on another stream reports the expert outputs that it has written.

@@ -318,9 +318,9 @@ def dispatch_low_latency(
     rows, ids = request.rows, request.ids
     assert isinstance(ids, torch.Tensor), "no integration has maps for it"
     ctx.num_dispatches += 1  # before the push, for which the other ranks wait
-    scaled = rows.scale is not None and ctx.config.payload is None
-    word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
-    fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
+    scaled = rows.scale is not None or request.quantised
+    word = HOST_REJECTED * request.refused | HOST_SCALED * (scaled and ctx.config.payload is None)
+    fmt = ctx.rows.scaled if scaled else ctx.rows.own
     received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word, request.slabs, split)
     if not split:
         ctx.poll_status()

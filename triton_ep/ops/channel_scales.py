@@ -6,10 +6,11 @@ import functools
 
 import torch
 
+from triton_ep.kernels.device import codes
 from triton_ep.runtime.launch import INTERPRETING, Launcher, default_aot
 from triton_ep.runtime.plans import compute as plans
 
-CHANNELS = 128
+CHANNELS = codes.CHANNELS
 """Values that share a scale."""
 
 

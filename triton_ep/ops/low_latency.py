@@ -22,6 +22,7 @@ from triton_ep.kernels.device.codes import (
     LL_TOKEN_WEIGHTS,
     MX,
     QUANTISE,
+    QUANTISE_CHANNELS,
     WORDS,
 )
 from triton_ep.ops.dispatch import Received
@@ -43,7 +44,8 @@ def dispatch(
     slabs: Rows | None = None,
     split: bool = False,
 ) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
-    """Push the rows of x [T, H].
+    """Push the rows of x [T, H]; those without scales are quantised if rows arrive with some: to MXFP8 with that
+    payload, else with a float32 scale per 128 values.
 
     slabs: memory for the received rows, [e, n, H], the rows of each expert from the start of its slab on; for rows with
     scales also [e, n, H / 32] uint8, or [e, columns, n] of 32 bits, the first `columns` words of the scales of each
@@ -93,7 +95,7 @@ def _launch_dispatch(
 ) -> Callable[[], None]:
     """Launch a dispatch, or with `split` its sending half; returns a callable that launches the rest."""
     cfg, (data, scale), slabs = ctx.config, received.x, received.x.data.dim() == 3
-    words, payload = x.data, QUANTISE
+    words, payload = x.data, QUANTISE_CHANNELS if cfg.payload is None else QUANTISE
     if fmt.payload is None or x.scale is not None:
         words = as_words(x.data, x.data.shape[1] * x.data.element_size())
         payload = WORDS if x.scale is None else MX

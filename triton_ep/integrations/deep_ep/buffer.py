@@ -550,7 +550,11 @@ class Buffer:
         slabs = Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor, torch.Tensor | None], Callable[[], None]]:
-            rows = Rows(*quantized(x, round_scale, use_ue8m0, layer.context.device)) if use_fp8 else Rows(x)
+            # The dispatch quantises rows itself, unless it would have to round their scales.
+            if round_scale:
+                rows = Rows(*quantized(x, use_ue8m0, layer.context.device))
+            else:
+                rows = Rows(x.contiguous() if use_fp8 else x)
             row_weights, desc, hook = layer.dispatch_to_slabs(
                 rows, topk_idx, topk_weights, slabs.rows, return_recv_hook
             )

@@ -50,13 +50,11 @@ def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
         )
 
 
-def quantized(
-    x: torch.Tensor, round_scale: bool, use_ue8m0: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_channels` of rows on `device`. For rows elsewhere, empty tensors of the same shapes: the layer then
-    refuses the rows on all ranks."""
+def quantized(x: torch.Tensor, use_ue8m0: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_channels` of rows on `device`, with rounded scales. For rows elsewhere, empty tensors of the same
+    shapes: the layer then refuses the rows on all ranks."""
     if x.device == device:
-        return quantize_channels(x.contiguous(), round_scale, use_ue8m0)
+        return quantize_channels(x.contiguous(), True, use_ue8m0)
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     return data, x.new_empty((x.shape[0], x.shape[1] // 32), dtype=torch.uint8)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from triton_ep.kernels.device.codes import (
+    CHANNELS,
     LANDING_BF16,
     LANDING_MX,
     LANDING_ROW,
@@ -16,6 +17,7 @@ from triton_ep.kernels.device.codes import (
     LL_TOKEN_WEIGHTS,
     MX,
     QUANTISE,
+    QUANTISE_CHANNELS,
     WORDS,
     partial_stride,
 )
@@ -261,7 +263,8 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
 def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
     if uses.fp8_rows:
-        yield from _low_latency_dispatch(_scaled(s), [MX], uses, scaled=True)
+        quantisable = s.token == "bf16" and s.hidden % CHANNELS == 0
+        yield from _low_latency_dispatch(_scaled(s), [MX] + [QUANTISE_CHANNELS] * quantisable, uses, scaled=True)
     hidden = {"hidden": s.hidden}
     kinds = [LL_NO_WEIGHTS] * (False in uses.weights) + [LL_ROW_WEIGHTS, LL_TOKEN_WEIGHTS] * (True in uses.weights)
     for kind in kinds:
@@ -274,14 +277,16 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
 def _low_latency_dispatch(
     s: Shape, kinds: list[int], uses: LayerCalls, scaled: bool = False
 ) -> Iterator[KernelRequest]:
-    """kinds: payloads of the rows that are sent (kernels/device/payload.py). scaled: rows with scales of the caller."""
+    """kinds: payloads of the rows that are sent (kernels/device/payload.py); QUANTISE_CHANNELS goes to slabs only.
+    scaled: rows have the caller's scales, or a scale per 128 values."""
     recv_types, recv_numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
     for kind in kinds:
-        if kind == QUANTISE:
+        if kind in (QUANTISE, QUANTISE_CHANNELS):
             types, x_words = {"x_ptr": f"*{s.token}"}, s.hidden
         else:
             types, _, x_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
-        for weights, ids, slabs in product(uses.weights, uses.ids, (False, True) if uses.slabs else (False,)):
+        places = [False] * (kind != QUANTISE_CHANNELS) + [True] * uses.slabs
+        for weights, ids, slabs in product(uses.weights, uses.ids, places):
             # Of MXTensors the slabs keep scales row by row, of one-byte rows of the caller in columns.
             columns = slabs and scaled
             plan = low_latency.dispatch(s, kind, weights, x_words, row_words, slabs, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_ep.kernels.device.codes import QUANTISE
+from triton_ep.kernels.device.codes import QUANTISE, QUANTISE_CHANNELS
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_of_2
 
 _SUM_BYTES = 2**13
@@ -32,9 +32,9 @@ def dispatch(
     x_words, row_words: words of a row that is sent and received; slabs: a slab per expert; columns: with slabs, scales
     are columns.
     """
-    quantised = payload == QUANTISE
-    many = quantised and s.world_size * s.max_tokens > _FEW_ROWS
-    pushed = _columns(s, x_words, (2048 if many else 4096) if quantised else 512)
+    many = payload == QUANTISE and s.world_size * s.max_tokens > _FEW_ROWS
+    block = {QUANTISE: 2048 if many else 4096, QUANTISE_CHANNELS: 2048}.get(payload, 512)
+    pushed = _columns(s, x_words, block)
     constexprs = {
         "PAYLOAD": payload,
         "PUSH_TILES": pushed["TILES"],
