@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from operator import sub
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from triton_ep.errors import ConfigError, InputError
 from triton_ep.exchange.slots import needed_slots, to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import at_once
+from triton_ep.integrations.host_counts import HostCounts
 from triton_ep.integrations.hybrid_ep import arguments as checks
 from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
 from triton_ep.integrations.hybrid_ep.layers import Layers
@@ -108,6 +108,7 @@ class HybridEPBuffer:
             timeout_s=timeout_s,
         )
         self._sizes = AgreedSizes(layers, topk)
+        self._host_counts = HostCounts()
         self.topk, self.rank = topk, layers.rank
         self.use_fp8 = check.flag("use_fp8", use_fp8, ConfigError)
         ranks_per_node = layers.pool.ranks_per_node
@@ -232,7 +233,7 @@ class HybridEPBuffer:
 
         sent, dropped = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
         layer, (recv_x, scales), recv_probs, desc, copies = sent
-        counts = _counts(desc, non_blocking)
+        counts = self._counts(desc, non_blocking)
         overflow = None if dropped is None else desc.overflow + dropped
         facts = (self.layers, layer, desc, copies, counts, recv_probs is not None)
         return recv_x, recv_probs, scales, counts, Handle(*facts, tokens=hidden.shape[0], overflow=overflow)
@@ -263,7 +264,7 @@ class HybridEPBuffer:
         layer, sent = found
         arrived, probs, copies = sent.received
         recv_x, scales = arrived.like(rows)
-        counts = _counts(sent.desc, False)
+        counts = self._counts(sent.desc, False)
         facts = (self.layers, layer, sent.desc, copies, counts, probs is not None)
         return recv_x, probs, scales, counts, Handle(*facts, tokens=rows.data.shape[0])
 
@@ -420,6 +421,14 @@ class HybridEPBuffer:
         values, _ = layer.combine_topk(weights_of_slots(probs[:, first:], ids), desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
+    def _counts(self, desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
+        """[e] int64, rows of each local expert, padding included."""
+        offsets = desc.host_expert_offsets
+        if offsets is not None:
+            return self._host_counts.tensor(map(sub, offsets[1:], offsets), len(offsets) - 1)
+        counts = desc.expert_offsets.diff().long()
+        return counts if non_blocking else counts.cpu()
+
     # --- arguments --------------------------------------------------------------------------------------
 
     def _again(
@@ -456,13 +465,3 @@ def _may_be_left_out(routing: Routing) -> bool:
     """
     rows = routing.desc.host_num_rows
     return routing.has_probs and rows is not None and 0 in rows
-
-
-def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
-    """[e] int64, rows of each local expert, padding included."""
-    if desc.host_expert_offsets is not None:
-        # frombuffer takes a third of the time of torch.tensor; torch's diff would take three more operations.
-        offsets = desc.host_expert_offsets
-        return torch.frombuffer(array("q", map(sub, offsets[1:], offsets)), dtype=torch.int64)
-    counts = desc.expert_offsets.diff().long()
-    return counts if non_blocking else counts.cpu()
