@@ -161,7 +161,7 @@ class Method(NamedTuple):
         TMA: operands are read through descriptors.
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows; requires PROMOTE.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only.
     """
 
     TMA: tl.constexpr
@@ -221,6 +221,7 @@ def gate_up_kernel(
             )
         col = tile_n * tile.BLOCK_N
         if method.SPLIT:
+            tl.static_assert(method.PROMOTE)
             left = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
             right = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
             lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)

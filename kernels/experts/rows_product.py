@@ -100,7 +100,7 @@ class Method(NamedTuple):
         K_MAJOR: weights are [E, N, K], else [E, K, N].
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows; requires PROMOTE.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only.
     """
 
     TMA: tl.constexpr
@@ -159,6 +159,7 @@ def rows_product_kernel(
         cols = col + offs_n
         in_n = cols < n
         if method.SPLIT:
+            tl.static_assert(method.PROMOTE)
             left = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
             right = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
             lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)

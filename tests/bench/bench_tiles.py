@@ -47,12 +47,10 @@ GROUPS = ("prepare", "passes", "few", "fp8", "bf16", "wgrad")
 WARMERS = 12
 WIDE = ProductTile(128, 256, 128, 3, 8, promote=True, split=True)
 FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": WIDE._replace(stages=4)}
-SPLIT = ProductTile(128, 256, 64, 4, split=True)
 BF16 = {
     "in use": None,
-    "split s4": SPLIT,
-    "split s3": SPLIT._replace(stages=3),
-    "128x128 split, 2 per SM": ProductTile(128, 128, 64, 3, 4, per_sm=2, split=True),
+    "128x256 s3": ProductTile(128, 256, 64, 3, flatten=True),
+    "128x128 s4": ProductTile(128, 128, 64, 4),
 }
 PREPARED = (
     ((128, 64), 4, 128, 4),

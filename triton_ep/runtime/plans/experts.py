@@ -136,7 +136,7 @@ class ProductTile(NamedTuple):
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
         split: sum the tile as two halves of its rows, one after the other: only one half has a step's sum in
-            registers, and a half without rows costs nothing. Requires TMA.
+            registers, and a half without rows costs nothing. Requires TMA and `promote`.
     """
 
     m: int
