@@ -115,13 +115,14 @@ def test_times_by_hand() -> None:
     w = Workload(ranks=2, ranks_per_node=2, experts=2, tokens=2048, hidden=500, topk=2, alignment=1)
     there = model.predict_dispatch(w, machine)  # every token to both ranks: 2 MB out; 4 MB read, 4 MB written
     counts = w.counts_bytes / 1e3
-    assert there.us == pytest.approx(8192 + 2048 * 6 / 64 + counts, rel=1e-6) and there.limit == "memory"
+    assert there.us == pytest.approx(8192 + 2048 * 20 / 64 + counts, rel=1e-6) and there.limit == "memory"
     # 4 MB read, 4 MB stored by all ranks, 4 MB read again, 2 MB written.
     assert model.predict_combine(w, machine).us == pytest.approx(14336 + 14336 * 2 / 64)
     slow = replace(machine, nvlink_gbps=0.1)
     assert model.predict_dispatch(w, slow).us == pytest.approx(20480 + 8192 / 64 + 10 * counts, rel=1e-2)
     assert model.predict_combine(w, slow).us == pytest.approx(20480 + 14336 * 2 / 64)
-    assert model.push_steps(1024) == (16 / 64, 6 / 64) and model.push_steps(100) == (1, 1)
+    assert model.push_steps(1024, 2) == (16 / 64, 6 / 64) and model.push_steps(100, 2) == (1, 1)
+    assert model.push_steps(1024, 1) == (38 / 64, 2 / 64) and model.push_steps(2048, 1) == (20 / 64, 1 / 64)
     few = replace(w, tokens=512)
     assert model.predict_dispatch(few, machine).us == pytest.approx(512 + 2048 + counts, rel=1e-6)
     far = replace(w, ranks_per_node=1)

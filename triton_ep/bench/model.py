@@ -208,7 +208,7 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
     def beside(wire: float, local: float) -> float:
         # Rows from other nodes are laid out once all have arrived.
         near = local / w.nodes
-        first, last = push_steps(w.tokens)
+        first, last = push_steps(w.tokens, w.nodes)
         return max(wire + last * near, first * wire + near) + local - near
 
     return _joined(w, machine, fixed, traffic, sent, expanded, beside)
@@ -230,9 +230,9 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
     return _joined(w, machine, fixed, traffic, traffic, local, _sent_beside if overlapped else _one_by_one)
 
 
-def push_steps(tokens: int) -> tuple[float, float]:
+def push_steps(tokens: int, nodes: int) -> tuple[float, float]:
     """Fractions of the tokens in the first and in the last step of a push."""
-    return shares_of_dispatch(min(max(tokens // _STEP_TOKENS, 1), _STEPS))
+    return shares_of_dispatch(min(max(tokens // _STEP_TOKENS, 1), _STEPS), nodes == 1)
 
 
 def _sent_beside(wire: float, local: float) -> float:

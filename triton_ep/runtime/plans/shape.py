@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from triton_ep.kernels.device.codes import COMBINE_BOUNDS, DISPATCH_BOUNDS, MOST_WATCHED, P2P, PARTS, ROW_UNIT, STEPS
+from triton_ep.kernels.device.codes import (
+    COMBINE_BOUNDS,
+    DISPATCH_BOUNDS,
+    EXPERTS_BOUNDS,
+    MOST_WATCHED,
+    P2P,
+    PARTS,
+    ROW_UNIT,
+    STEPS,
+)
 
 CHUNK = 16
 """Tokens per network message."""
@@ -251,9 +260,11 @@ def step_chunks(interpreted: bool) -> int:
     return 1 if interpreted else 16
 
 
-def shares_of_dispatch(steps: int) -> tuple[float, float]:
-    """Parts of a rank's tokens in the first and in the last of the steps of a dispatch, at most STEPS, as fractions."""
-    return DISPATCH_BOUNDS[STEPS // steps] / PARTS, 1 - DISPATCH_BOUNDS[(steps - 1) * STEPS // steps] / PARTS
+def shares_of_dispatch(steps: int, one_node: bool) -> tuple[float, float]:
+    """Parts of a rank's tokens in the first and in the last of the steps of a dispatch to expert-major rows, at most
+    STEPS, as fractions."""
+    bounds = EXPERTS_BOUNDS if one_node else DISPATCH_BOUNDS
+    return bounds[STEPS // steps] / PARTS, 1 - bounds[(steps - 1) * STEPS // steps] / PARTS
 
 
 def last_share_of_combine() -> float:
