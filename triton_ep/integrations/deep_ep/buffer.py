@@ -327,7 +327,8 @@ class Buffer:
 
         None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
         """
-        rows, layer = sendable(x), self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted))
+        rows = sendable(x) if type(x) is tuple else Rows(x)  # in place: every function counts here
+        layer = self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted))
         landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) else None
         if rows is None or layer is None or landing is None:
             return None

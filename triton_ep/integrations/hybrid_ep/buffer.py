@@ -264,7 +264,9 @@ class HybridEPBuffer:
         layer, sent = found
         arrived, probs, copies = sent.received
         recv_x, scales = arrived.like(rows)
-        counts = self._counts(sent.desc, False)
+        offsets = sent.desc.host_expert_offsets
+        assert offsets is not None, "the host waited for them"
+        counts = self._host_counts.tensor(map(sub, offsets[1:], offsets), len(offsets) - 1)
         facts = (self.layers, layer, sent.desc, copies, counts, probs is not None)
         return recv_x, probs, scales, counts, Handle(*facts, tokens=rows.data.shape[0])
 
