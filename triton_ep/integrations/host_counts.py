@@ -22,20 +22,20 @@ class HostCounts:
 
     def __init__(self) -> None:
         self._length = -1
-        self._parts: list[torch.Tensor] = []
+        self._parts: list[tuple[int, torch.Tensor]] = []  # with their places in memory
 
     def tensor(self, counts: Iterable[int], length: int) -> torch.Tensor:
         """[length] int64 of `counts`, which are as many."""
         if length != self._length or not self._parts:
             self._make(length)
-        part = self._parts.pop()
-        self._layout.pack_into(self._bytes, len(self._parts) * self._layout.size, *counts)
+        at, part = self._parts.pop()
+        self._layout.pack_into(self._bytes, at, *counts)
         return part
 
     @torch.inference_mode(False)  # a part may be used outside inference mode
     def _make(self, length: int) -> None:
         memory = torch.empty(_AT_ONCE, length, dtype=torch.int64, device="cpu")
-        self._length, self._parts = length, list(memory.unbind())
-        self._layout = struct.Struct(f"{length}q")
         values: Any = memory.numpy()
-        self._bytes = memoryview(values).cast("B")
+        self._layout, self._bytes = struct.Struct(f"{length}q"), memoryview(values).cast("B")
+        places = range(0, _AT_ONCE * self._layout.size, self._layout.size)
+        self._length, self._parts = length, list(zip(places, memory.unbind(), strict=True))
