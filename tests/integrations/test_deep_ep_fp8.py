@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ops.grouped import DEVICE
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import deep_ep as door
@@ -69,18 +70,17 @@ def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("round_scale, use_ue8m0", MODES)
-def test_quantised_rows_equal_the_formulas(backend, round_scale, use_ue8m0):
+def test_quantised_rows_equal_the_formulas(round_scale, use_ue8m0):
     """Random rows, zeros, the largest and the smallest numbers; and the round trip of scales through bytes."""
     x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[1], x[2], x[3, :200], x[4] = 0.0, torch.finfo(torch.bfloat16).max, 448.0, 2.0**-130
-    device = "cuda" if backend != "host" else "cpu"
-    data, sent = quantize_channels(x.to(device), round_scale, use_ue8m0)
+    data, sent = quantize_channels(x.to(DEVICE), round_scale, use_ue8m0)
     for oracle in (model, channels_reference.quantize_channels):
         expected_data, scales = oracle(x, round_scale, use_ue8m0)
         equal(data, expected_data)
         equal(scales_of_bytes(sent, scales.shape[1], scales.dtype), scales)
         equal(sent, scale_bytes(scales, HIDDEN))
-    nothing, no_scales = quantize_channels(x[:0].to(device), round_scale, use_ue8m0)
+    nothing, no_scales = quantize_channels(x[:0].to(DEVICE), round_scale, use_ue8m0)
     assert (nothing.shape, no_scales.shape) == ((0, HIDDEN), (0, HIDDEN // 32))
     for each in (scales, scales.T.contiguous().T):
         sent = scale_bytes(each, HIDDEN)
@@ -242,12 +242,12 @@ def test_dispatch_sends_quantised_rows(run_ranks, nodes, ranks_per_node):
     run_ranks(_check_dispatch, nodes, ranks_per_node)
 
 
-def test_what_is_not_finite_spoils_its_block_alone(backend):
+def test_what_is_not_finite_spoils_its_block_alone():
     """A block with an infinity or a NaN gets NaN where the formula does; neighbouring blocks keep their values."""
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     x[1, 3], x[2, HIDDEN - 1] = torch.inf, torch.nan
     for round_scale, use_ue8m0 in MODES:
-        data, sent = quantize_channels(x.to("cuda" if backend != "host" else "cpu"), round_scale, use_ue8m0)
+        data, sent = quantize_channels(x.to(DEVICE), round_scale, use_ue8m0)
         expected, scales = channels_reference.quantize_channels(x, round_scale, use_ue8m0)
         assert torch.equal(data.cpu().float().isnan(), expected.float().isnan())
         assert torch.equal(data.cpu().float().nan_to_num(), expected.float().nan_to_num())
