@@ -243,6 +243,7 @@ def down_dgrad_kernel(
         expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)
         col = tile_n * tile.BLOCK_N
         if method.SPLIT:
+            # One half after the other: by `add_step_by_halves` this kernel takes longer.
             upper = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
             lower = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
             # Skip a lower half of padding, which is zero, or without rows.

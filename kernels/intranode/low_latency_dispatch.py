@@ -7,9 +7,10 @@ Protocol      Program 0 tells, the next programs push, one per token. The last p
               ll_flag. Then count the entries of each expert, and store the totals at the experts' owners, each next to
               the number of this dispatch
               2 push: store the token's keys, -1 where the expert is elsewhere, and its weights at every rank. Store its
-              row once at each rank that owns one of its experts, in a staging row reserved for this token. Then raise
-              the flag of that staging row at every rank. A key is (local expert << 16 | slot). The slot is the number
-              of earlier entries of this rank for that expert; each program counts it for its own token
+              row, quantised on the way if its PAYLOAD says so, once at each rank that owns one of its experts, in a
+              staging row reserved for this token. Then raise the flag of that staging row at every rank. A key is
+              (local expert << 16 | slot). The slot is the number of earlier entries of this rank for that expert; each
+              program counts it for its own token
               3 expand: wait until every rank has told, and compare the host words: if ranks are in different calls,
               copy nothing (device/calls.py). Wait until the totals of all sources are of this dispatch, and derive
               where each source's rows of each expert begin (device/low_latency_segments.py); that plus the slot is
@@ -405,10 +406,14 @@ def _scale_columns(h, words):
 
 
 @triton.jit
-def _in_slabs(copy, key, segments):
-    """Output rows as (local expert << SLOT_BITS | row of its slab): then no thread divides. Negative ones stay."""
-    expert = key >> SLOT_BITS
-    return tl.where(copy >= 0, (expert << SLOT_BITS) + copy - expert * segments.slab_rows, copy)
+def _slab_scales(copy, segments):
+    """Where the words of scales of output rows begin in the slabs, int64; copy: [ROWS].
+
+    Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x is word
+    (x * 56 + c) * slab_rows + i.
+    """
+    expert = (copy // segments.slab_rows).to(tl.int64)
+    return copy + expert * (segments.scale_words - 1) * segments.slab_rows
 
 
 @triton.jit
@@ -417,7 +422,7 @@ def _store_copies(
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
-    copies,  # tuple of [ROWS] output rows of each staging row, negative = none; with COLUMNS of `_in_slabs`
+    copies,  # tuple of [ROWS] output rows of each staging row, negative = none
     segments,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
@@ -428,18 +433,14 @@ def _store_copies(
     for k in tl.static_range(TOPK):
         copy = copies[k]
         if tl.max(copy) >= 0:  # most rows have few assignments
-            if segments.COLUMNS:
-                # Example: rows of 896 words of 8 bytes have 224 bytes of scales, 56 words; word c of row i of expert x
-                # is word (x * 56 + c) * slab_rows + i.
-                expert, row = (copy >> SLOT_BITS).to(tl.int64), copy & SLOT_MASK
-                column = _scale_columns(h, words)
-                lines = (expert * segments.scale_words)[:, None] + column[None, :]
-                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + lines * segments.slab_rows + row[:, None]
-                tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
-                copy = tl.where(copy >= 0, (expert * segments.slab_rows).to(tl.int32) + row, copy)
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
-            if HAS_SCALES and not segments.COLUMNS:
+            if segments.COLUMNS:
+                column = _scale_columns(h, words)
+                dest = out.recv_scale_ptr.to(tl.pointer_type(tl.int32)) + _slab_scales(copy, segments)[:, None]
+                dest += (column.to(tl.int64) * segments.slab_rows)[None, :]
+                tl.store(dest, scales, mask=(copy >= 0)[:, None] & (column < segments.scale_words)[None, :])
+            elif HAS_SCALES:
                 dest = out.recv_scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                 store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
 
@@ -607,8 +608,6 @@ def _expand_item(
             weights = bits.to(tl.float32, bitcast=True)
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         _note_copies(out.copy_rows_ptr, arrival, alive, key >= 0, copy, choices)
-        if segments.COLUMNS:
-            copy = _in_slabs(copy, key, segments)
         copies = _by_k(copy, choices.TOPK)
         for t in tl.static_range(tile.TILES):
             h = t * tile.BLOCK_H

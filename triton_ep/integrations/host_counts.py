@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ class HostCounts:
         self._length = -1
         self._parts: list[tuple[int, torch.Tensor]] = []  # with their places in memory
 
-    def tensor(self, counts: Iterable[int], length: int) -> torch.Tensor:
-        """[length] int64 of `counts`, which are as many."""
-        if length != self._length or not self._parts:
-            self._make(length)
+    def tensor(self, counts: Sequence[int]) -> torch.Tensor:
+        """The counts as int64."""
+        if len(counts) != self._length or not self._parts:
+            self._make(len(counts))
         at, part = self._parts.pop()
         self._layout.pack_into(self._bytes, at, *counts)
         return part

@@ -266,7 +266,7 @@ class HybridEPBuffer:
         recv_x, scales = arrived.like(rows)
         offsets = sent.desc.host_expert_offsets
         assert offsets is not None, "the host waited for them"
-        counts = self._host_counts.tensor(map(sub, offsets[1:], offsets), len(offsets) - 1)
+        counts = self._host_counts.tensor(list(map(sub, offsets[1:], offsets)))
         facts = (self.layers, layer, sent.desc, copies, counts, probs is not None)
         return recv_x, probs, scales, counts, Handle(*facts, tokens=rows.data.shape[0])
 
@@ -427,7 +427,7 @@ class HybridEPBuffer:
         """[e] int64, rows of each local expert, padding included."""
         offsets = desc.host_expert_offsets
         if offsets is not None:
-            return self._host_counts.tensor(map(sub, offsets[1:], offsets), len(offsets) - 1)
+            return self._host_counts.tensor(list(map(sub, offsets[1:], offsets)))
         counts = desc.expert_offsets.diff().long()
         return counts if non_blocking else counts.cpu()
 

@@ -14,8 +14,8 @@ from triton_ep.exchange.slots import slots_of_map
 from triton_ep.integrations import arguments as check
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.channel_scales import CHANNELS
 
-_CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -77,9 +77,9 @@ class SentRows(NamedTuple):
                 f"hidden is {hidden.dtype}, but use_fp8 is False. Create the buffer with use_fp8=True, or pass it."
             )
         tokens, width = hidden.shape
-        wanted = (tokens, width // _CHANNELS)
-        if width % _CHANNELS:
-            raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {_CHANNELS}.")
+        wanted = (tokens, width // CHANNELS)
+        if width % CHANNELS:
+            raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {CHANNELS}.")
         if (
             not isinstance(scaling_factor, torch.Tensor)
             or tuple(scaling_factor.shape) != wanted
@@ -89,7 +89,7 @@ class SentRows(NamedTuple):
             raise InputError(
                 f"scaling_factor is {check.shown(scaling_factor)}; rows {list(hidden.shape)} "
                 f"{hidden.dtype} need {list(wanted)} float32 on "
-                f"{hidden.device}, one per {_CHANNELS} values."
+                f"{hidden.device}, one per {CHANNELS} values."
             )
         return cls(hidden.contiguous(), scaling_factor.contiguous())
 

@@ -68,7 +68,7 @@ def _dispatched(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor | None, 
         rows, handle = buffer.dispatch_rows(x, ids, probs, check.integer("num_experts", experts, 1))
         counts = rows.num_recv_tokens_per_expert
     assert counts is not None, "the host waited for them"
-    return rows.x, rows.topk_idx, rows.topk_weights, _counts.tensor(counts, len(counts)), handle
+    return rows.x, rows.topk_idx, rows.topk_weights, _counts.tensor(counts), handle
 
 
 def _combined(x: torch.Tensor, group: Any, handle: DispatchHandle) -> torch.Tensor:

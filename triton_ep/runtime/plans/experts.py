@@ -135,7 +135,7 @@ class ProductTile(NamedTuple):
         swap: compute the transposed product, whose rows are those of the weights: for few rows.
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
-        split: sum the tile as two halves of its rows, one after the other: only one half has a step's sum in
+        split: sum the tile as two halves of its rows, one after the other: not both have a whole step's sum in
             registers, and a half without rows costs nothing. Requires TMA and `promote`.
     """
 
