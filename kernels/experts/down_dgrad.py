@@ -32,12 +32,22 @@ from .products import add_step, halves, table_tile, table_tiles
 
 
 @triton.jit
-def _weights_tile(w, expert, col, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
-    """[BLOCK_K, BLOCK_N] of an expert's weights."""
+def _load_box(w, expert, col, k, K_MAJOR: tl.constexpr):
+    """Load a box of an expert's weights, [1, BLOCK_N, BLOCK_K] with K_MAJOR, else [1, BLOCK_K, BLOCK_N]."""
     if K_MAJOR:
-        return w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+        return w.load([expert, col, k])
     else:
-        return w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
+        return w.load([expert, k, col])
+
+
+@triton.jit
+def _as_tile(box, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of such a box."""
+    matrix = box.reshape(box.shape[1], box.shape[2])
+    if K_MAJOR:
+        return matrix.T
+    else:
+        return matrix
 
 
 class Factors(NamedTuple):
@@ -249,12 +259,16 @@ def down_dgrad_kernel(
             # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, sizes.hidden, 0)
             for k in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
-                upper = add_step(upper, dy.load([row, k]), w_tile, False, method.PROMOTE)
-                lower = add_step(lower, dy.load([row + HALF_M, k]), w_tile, False, method.PROMOTE)
+                dy_upper = dy.load([row, k])
+                dy_lower = dy.load([row + HALF_M, k])
+                box = _load_box(w, expert, col, k, method.K_MAJOR)
+                w_tile = _as_tile(box, method.K_MAJOR)
+                upper = add_step(upper, dy_upper, w_tile, False, method.PROMOTE)
+                lower = add_step(lower, dy_lower, w_tile, False, method.PROMOTE)
             for k in tl.range(both, sizes.hidden, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
-                upper = add_step(upper, dy.load([row, k]), w_tile, False, method.PROMOTE)
+                box = _load_box(w, expert, col, k, method.K_MAJOR)
+                dy_tile = dy.load([row, k])
+                upper = add_step(upper, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
             parts = (upper, lower)
         else:
             terms = sizes.hidden
@@ -262,8 +276,9 @@ def down_dgrad_kernel(
                 terms = tl.where(row < filled, sizes.hidden, 0)
             acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
             for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
-                acc = add_step(acc, dy.load([row, k]), w_tile, False, method.PROMOTE)
+                box = _load_box(w, expert, col, k, method.K_MAJOR)
+                dy_tile = dy.load([row, k])
+                acc = add_step(acc, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
             parts = (acc,)
         for part in tl.static_range(2 if method.SPLIT else 1):
             place = Place(expert, row + part * HALF_M, end, filled, tile_n)

@@ -228,12 +228,16 @@ def gate_up_kernel(
             # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K).T
-                left, right, lower = add_step_by_halves(left, right, lower, x, row, k0, w_tile)
+                x_upper = x.load([row, k0])
+                x_lower = x.load([row + HALF_M, k0])
+                box = w.load([expert * HALVES, col, k0])
+                w_tile = box.reshape(WIDTH, tile.BLOCK_K).T
+                left, right, lower = add_step_by_halves(left, right, lower, x_upper, x_lower, w_tile)
             upper = joined(left, right)
             for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K).T
-                upper = add_step(upper, x.load([row, k0]), w_tile, False, method.PROMOTE)
+                box = w.load([expert * HALVES, col, k0])
+                x_tile = x.load([row, k0])
+                upper = add_step(upper, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, False, method.PROMOTE)
             parts = (upper, lower)
         else:
             rows = row + offs_m
@@ -246,8 +250,9 @@ def gate_up_kernel(
                 acc = tl.zeros((tile.BLOCK_M, WIDTH), dtype=tl.float32)
             if method.TMA:
                 for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, tile.BLOCK_K)
-                    acc = add_step(acc, x.load([row, k0]), w_tile.T, method.SWAP, method.PROMOTE)
+                    box = w.load([expert * HALVES, col, k0])
+                    x_tile = x.load([row, k0])
+                    acc = add_step(acc, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, method.SWAP, method.PROMOTE)
             else:
                 at_w = (expert * HALVES + half).to(tl.int64) * f + col + offs_w
                 x_ptrs = x + rows.to(tl.int64)[:, None] * k + offs_k[None, :]

@@ -1,5 +1,9 @@
 """Shared parts of products over segments of rows: the place of a tile, and one step of the sum.
 
+Boxes that a step loads one after the other, before it uses, transposes or reshapes any of them, arrive at one barrier,
+for which the step waits once. Which boxes share a barrier, and which is loaded first, was measured for each kernel: it
+changes times by up to 5 %, and no bit.
+
 Tiles come from the tile table (TABLE: BLOCK_M divides its 128 rows). Tiles of few rows come from the segments' offsets
 instead, so that no program gets a part of a record that has no rows.
 """
@@ -125,19 +129,19 @@ def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
 
 
 @triton.jit
-def add_step_by_halves(left, right, lower, x, row, k0, w_tile):
+def add_step_by_halves(left, right, lower, x_upper, x_lower, w_tile):
     """Add a step to a tile of two halves of rows, in float32. Returns (left, right, lower).
 
     left, right: sums of the upper rows, [M, N / 2] each. lower: sums of the lower rows, [M, N].
-    x: a descriptor of boxes [M, K], of which one starts at `row` and `k0`, one M rows later. w_tile: [K, N].
+    x_upper, x_lower: [M, K]. w_tile: [K, N].
 
     The upper rows' right part is added after the product of the lower rows has begun, so that tensor cores multiply
     while other units add. There are not enough registers to add all of it then.
     """
     M: tl.constexpr = lower.shape[0]
-    of_left, of_right = halves(tl.dot(x.load([row, k0]), w_tile), M, lower.shape[1])
+    of_left, of_right = halves(tl.dot(x_upper, w_tile), M, lower.shape[1])
     left += of_left
-    of_lower = tl.dot(x.load([row + M, k0]), w_tile)
+    of_lower = tl.dot(x_lower, w_tile)
     right += of_right
     lower += of_lower
     return left, right, lower

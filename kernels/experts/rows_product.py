@@ -38,12 +38,21 @@ from .products import (
 
 
 @triton.jit
-def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
-    """[BLOCK_K, BLOCK_N] of an expert's weights, by descriptor."""
+def _load_box(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
+    """Load a box of an expert's weights, [BLOCK_N, BLOCK_K] with K_MAJOR, else [BLOCK_K, BLOCK_N]."""
     if K_MAJOR:
-        return w.load([expert * n + col, k0]).T
+        return w.load([expert * n + col, k0])
     else:
         return w.load([expert * k + k0, col])
+
+
+@triton.jit
+def _as_tile(box, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of such a box."""
+    if K_MAJOR:
+        return box.T
+    else:
+        return box
 
 
 @triton.jit
@@ -166,12 +175,15 @@ def rows_product_kernel(
             # Skip a lower half of padding, which is zero, or without rows.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
-                left, right, lower = add_step_by_halves(left, right, lower, a, row, k0, w_tile)
+                w_tile = _as_tile(_load_box(w, expert, col, k0, n, k, method.K_MAJOR), method.K_MAJOR)
+                a_upper = a.load([row, k0])
+                a_lower = a.load([row + HALF_M, k0])
+                left, right, lower = add_step_by_halves(left, right, lower, a_upper, a_lower, w_tile)
             upper = joined(left, right)
             for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
-                upper = add_step(upper, a.load([row, k0]), w_tile, False, method.PROMOTE)
+                box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
+                a_tile = a.load([row, k0])
+                upper = add_step(upper, a_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
             parts = (upper, lower)
         else:
             rows = row + offs_m
@@ -184,8 +196,9 @@ def rows_product_kernel(
                 acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
             if method.TMA:
                 for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
-                    acc = add_step(acc, a.load([row, k0]), w_tile, method.SWAP, method.PROMOTE)
+                    box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
+                    a_tile = a.load([row, k0])
+                    acc = add_step(acc, a_tile, _as_tile(box, method.K_MAJOR), method.SWAP, method.PROMOTE)
             else:
                 a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
                 w_ptr = w + expert.to(tl.int64) * n * k

@@ -115,7 +115,9 @@ def weight_gradient_kernel(
             j = tile_j * tile.BLOCK_J
             r = pick(first, expert)
             last = pick(end, expert)
-        acc = tl.dot(x.load([r, i]).T, y.load([r, j]), acc)
+        x_box = x.load([r, i])
+        y_box = y.load([r, j])
+        acc = tl.dot(x_box.T, y_box, acc)
         if r + tile.BLOCK_R >= last:
             left, right = halves(acc, tile.BLOCK_I, tile.BLOCK_J)
             _store_half(out, left, expert, i, j, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
