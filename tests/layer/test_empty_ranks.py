@@ -154,6 +154,7 @@ def _check_broken_off(rank: int, nodes: int, ranks_per_node: int, call: str) -> 
     layer = _layer(rank, nodes, ranks_per_node)
     x, idx, weights = _inputs(rank, (3,), False)
     recv_x, _, desc = layer.dispatch(x, idx, weights)
+    dist.barrier()  # no rank breaks off while another one is still in this dispatch
     module, step = (dispatch_ops, "push") if call == "dispatch" else (combine_ops, "_publish")
     original = getattr(module, step)
 
