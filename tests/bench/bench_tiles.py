@@ -45,8 +45,7 @@ from triton_ep.runtime.plans.experts import ProductTile
 
 GROUPS = ("prepare", "passes", "few", "fp8", "bf16", "wgrad")
 WARMERS = 12
-WIDE = ProductTile(128, 256, 128, 3, 8, promote=True, split=True)
-FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": WIDE._replace(stages=4)}
+FP8 = {"in use": None, "64x128 s4": ProductTile(64, 128, 128, 4, 4, per_sm=2, promote=True)}
 BF16 = {
     "in use": None,
     "128x256 s3": ProductTile(128, 256, 64, 3, flatten=True),
