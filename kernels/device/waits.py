@@ -3,10 +3,10 @@
 A flag is an int64 in symmetric memory that only grows: its value is the epoch (number of the call) that
 its writer has reached (arrival flags: see device/arrivals.py), so nothing is ever cleared and a captured graph
 may replay. Every wait is bounded: on expiry one program writes a status record and all later waits of this
-rank return at once; the host raises from the record (triton_ep/context/context.py).
+rank return at once; the host raises from the record (triton_ep/context/status.py).
 
 The status record (STATUS_*, codes.py) is four words of the state array from STATUS on. The alarm word in host memory
-then says that the record exists. The operation codes are `WAIT_*` below; triton_ep/context/context.py names them.
+then says that the record exists. The operation codes are `WAIT_*` below; triton_ep/context/status.py names them.
 
 The flags of a combine carry the tag of the call in the bits below their count (device/calls.py).
 """

@@ -143,7 +143,8 @@ class Into(NamedTuple):
     Attributes:
         act_ptr: out [R, F], the activation in bf16 or e4m3.
         act_scale_ptr: out [R, F/32] uint8, with MXFP8.
-        pre_ptr: out [R, HALVES * F] bf16, the input of the activation; if HAS_PRE.
+        pre_ptr: out [R, HALVES * F] bf16, the input of the activation, if HAS_PRE.
+        HAS_PRE: the input of the activation is stored.
         OUT: ACT_OUT_* (device/codes.py).
     """
 

@@ -24,9 +24,9 @@ Layout        stage_x [capacity, row on the wire (device/payload.py)], by source
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all stores of the
               program so far; its further flags follow without one. 3 acquires all flags. A release per row cuts the
-              bandwidth to less than a third (8 x H200: 78 against 284 GB/s at 16 programs). Rows may be copied in bulk
-              (device/bulk.py): each thread that started such stores waits for their end before 2, and a fence lets the
-              loads of 4 see what 3 acquired.
+              bandwidth to less than a third (78 against 284 GB/s at 16 programs, a prototype on 8 H200). Rows may be
+              copied in bulk (device/bulk.py): each thread that started such stores waits for their end before 2, and a
+              fence lets the loads of 4 see what 3 acquired.
               Copy engines copy the flags after the rows, on the same stream.
 Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
               of theirs. It may run concurrently with this rank's own push and forward, if those are launched first;

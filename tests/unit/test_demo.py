@@ -30,7 +30,7 @@ def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
     Runs as a separate program: ranks of this process keep writing where its first ranks wrote.
     """
     picture = tmp_path / "routing.png"
-    words = ["--tokens", "12", "--hidden", "64", "--experts", "8", "--picture", picture]
+    words = ["--tokens", "12", "--hidden", "256", "--experts", "8", "--picture", picture]
     done = run_program(["-m", "triton_ep.cli", "demo", *words], environment_of_programs(), imported=True)
     assert done.returncode == 0, done.stdout + done.stderr
     output = done.stdout
@@ -42,8 +42,8 @@ def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
     rows = {
         line.split()[0]: line.split()[1:] for line in of_layer.splitlines() if line.strip().startswith(("bf16", "mx"))
     }
-    assert rows["bf16"][0] == "128" and rows["bf16"][3:5] == ["0.0%", "exact"]
-    assert rows["mxfp8"][0] == "66" and rows["mxfp8"][3] == "48.4%"
+    assert rows["bf16"][0] == "512" and rows["bf16"][3:5] == ["0.0%", "exact"]
+    assert rows["mxfp8"][0] == "384" and rows["mxfp8"][3] == "25.0%"  # 256 + 8, padded to multiples of 128
     assert float(rows["mxfp8"][4]) > 30 and float(rows["mxfp8"][5]) > 28
     module = output.split("triton_ep.nn.MoE")[1].split("routing picture")[0]
     found = re.findall(r"^ *(bf16|mxfp8) +([\d.]+) +([\d.]+)$", module, re.MULTILINE)

@@ -155,6 +155,13 @@ def test_zero_is_no_default(option: str, capsys: pytest.CaptureFixture[str]) -> 
     assert option.strip("-") in capsys.readouterr().err
 
 
+def test_output_on_the_page_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/how-to/size-memory.md shows what the command prints."""
+    ((words, shown),) = re.findall(r"```console\n\$ triton-ep (memory[^\n]*)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.strip() == shown.strip()
+
+
 def test_table_of_the_page_is_computed() -> None:
     """docs/how-to/size-memory.md: three models, three sizes, GiB of one exchange, exact and static."""
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)

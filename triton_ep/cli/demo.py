@@ -9,7 +9,7 @@ from triton_ep.errors import ConfigError
 
 EXAMPLES = (
     "triton-ep demo",
-    "triton-ep demo --tokens 256 --hidden 512 --experts 32 --topk 8 --picture routing.png",
+    "triton-ep demo --tokens 256 --hidden 1024 --experts 32 --topk 8 --picture routing.png",
 )
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep demo`."""
     parser.add_argument("--tokens", type=int, default=64, help="tokens of rank 0 (default %(default)s)")
     parser.add_argument(
-        "--hidden", type=int, default=128, help="elements per token, a multiple of 32 (default %(default)s)"
+        "--hidden", type=int, default=512, help="elements per token, a multiple of 32 (default %(default)s)"
     )
     parser.add_argument("--experts", type=int, default=16, help="experts over all ranks (default %(default)s)")
     parser.add_argument("--topk", type=int, default=4, help="experts per token (default %(default)s)")

@@ -131,7 +131,7 @@ def run_rank(s: Settings) -> RankResult:
             arrived.append(rows.double())
             results.append(
                 PayloadResult(
-                    row_bytes=row_bytes(recv_x),
+                    row_bytes=layer.context.rows.own.wire_bytes,
                     traffic=measure_traffic(s, rank, layout_desc),
                     signal=arrived[0].square().sum().item(),
                     noise=(arrived[-1] - arrived[0]).square().sum().item(),
@@ -190,12 +190,6 @@ def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[s
         }
     finalize_exchanges()
     return found
-
-
-def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of one row on the wire."""
-    parts = (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows,)
-    return sum(part.shape[1] * part.element_size() for part in parts)
 
 
 def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traffic:

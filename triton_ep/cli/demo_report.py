@@ -188,6 +188,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 _PAYLOAD_HEADER = ("payload", "bytes per row", "NVLink KiB", "network KiB", "saved", "rows dB", "result dB")
 _PAYLOAD_LEGEND = """
+bytes     on the wire, where rows in MXFP8 are padded to multiples of 128
 saved     part of the bytes of bf16
 rows      signal-to-noise ratio of received rows, against received bf16 rows
 result    signal-to-noise ratio of combined rows, against the dense layer of unquantised tokens"""

@@ -12,7 +12,7 @@ from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.tuned.table import Key, TunedEntry, look_up
 
-_PROGRAM_GBPS = 30  # moved by one program of the push (8 programs move 238, 8 x H200)
+_PROGRAM_GBPS = 30  # moved by one program of the push (a prototype on 8 H200: 8 programs move 238)
 _LINK_GBPS = {8: 230, 9: 343, 10: 686}  # out of a GPU, by major compute capability; 9 measured, others by NVLink's rate
 _PROGRAMS_INTERPRETED = 2
 

@@ -109,7 +109,9 @@ class Flight(Generic[Received]):
 
     Attributes:
         ctx, request, landing, split: arguments of `dispatch`.
-        rows: in wire form. own: those of them that stay here. fmt: their format.
+        rows: in wire form.
+        own: those of them that stay here.
+        fmt: their format.
         routing, placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
     """

@@ -32,4 +32,7 @@ def copy_bytes(dest: int, source: int, nbytes: int, stream: int | None) -> None:
         return
     status = _driver()(dest, source, nbytes, stream)
     if status != 0:
-        raise LaunchError(f"a copy of {nbytes} bytes to the memory of another GPU failed: CUDA error {status}.")
+        raise LaunchError(
+            f"a copy of {nbytes} bytes to the memory of another GPU failed: CUDA error {status}. Look for an earlier "
+            "error on this GPU; a layer with copy_engines=False sends its rows by kernels."
+        )

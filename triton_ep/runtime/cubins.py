@@ -145,7 +145,8 @@ def check_nvshmem(device: str, heap: Any, library: Library) -> None:
     if host is None:
         raise AotNvshmemMismatch(
             f"a kernel of {library.folder} contains device code of NVSHMEM {device}, but NVSHMEM does not run in this "
-            "process: its ranks have another symmetric heap."
+            "process: its ranks have another symmetric heap. Start them with TRITON_EP_HEAP=nvshmem, or build the "
+            "library for it."
         )
     theirs, ours = _numbers(device), _numbers(host)
     if theirs[0] != ours[0] or theirs[:2] > ours[:2]:

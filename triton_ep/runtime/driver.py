@@ -58,7 +58,10 @@ class Driver:
         self._make_current()
         status, library = self._cuda.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
         if status.name in _NOT_FOR_THIS_GPU:
-            raise AotArchMismatch(f"the driver cannot run {what} on this GPU: {status.name}.")
+            raise AotArchMismatch(
+                f"the driver cannot run {what} on this GPU: {status.name}. Build kernels for its architecture: "
+                "triton-ep aot build."
+            )
         self._check(status, f"loading {what}")
         return library
 

@@ -14,13 +14,8 @@ _FEW_ROWS = 256
 """Rows that arrive, for which there are enough workers in any case."""
 
 
-def expanded_rows(interpreted: bool) -> int:
-    """Rows that one program expands."""
-    return 16 if interpreted else 1
-
-
-def summed_rows(interpreted: bool) -> int:
-    """Rows that one program sums."""
+def rows_per_program(interpreted: bool) -> int:
+    """Rows that one program expands or sums at a time."""
     return 16 if interpreted else 1
 
 
@@ -46,7 +41,7 @@ def dispatch(
         "COLUMNS": columns,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
-        "ROWS": expanded_rows(s.interpreted),
+        "ROWS": rows_per_program(s.interpreted),
         **_columns(s, row_words, 2048),
         **s.common("TOPK", "KP", "WP"),
     }
@@ -83,7 +78,7 @@ def combine(s: Shape, weights: int) -> Plan:
         part = min(next_power_of_2(s.hidden), 8192)
     constexprs = {
         "WEIGHTS": weights,
-        "ROWS": summed_rows(s.interpreted),
+        "ROWS": rows_per_program(s.interpreted),
         "PARTS": -(-s.hidden // part),
         "BLOCK_S": part,
         "PACKED": packed,
