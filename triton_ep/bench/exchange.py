@@ -23,7 +23,7 @@ from triton_ep.bench.providers import (
     VdevProvider,
 )
 from triton_ep.bench.settings import COMPACT, OF_LAYER, PAIRS_PER_GRAPH, Case
-from triton_ep.bench.timing import Call
+from triton_ep.bench.timing import Call, rotated
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.reference import mxfp8
 
@@ -152,15 +152,11 @@ def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
             if in_graph:
                 call, per_call = _in_graph(job, case, provider, op, one)
             else:
-                call, per_call = _rotate(one, inputs), 1
+                call, per_call = rotated(one, inputs), 1
             moved, limit = sent[op]
             result = job.measure(call, provider.meet, per_call)
             found[op] = replace(result, moved_bytes=moved, limit_bytes=limit)
     return found
-
-
-def _rotate(one: Any, inputs: int) -> Call:
-    return lambda number: one(number % inputs)
 
 
 def _in_graph(job: Job, case: Case, provider: Any, op: str, one: Any) -> tuple[Call, int]:

@@ -33,6 +33,11 @@ _HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host queues the wh
 Call = Callable[[int], object]
 
 
+def rotated(call: Call, inputs: int) -> Call:
+    """A call that gets the numbers of `inputs` inputs in turn."""
+    return lambda number: call(number % inputs)
+
+
 @dataclass(frozen=True)
 class Timing:
     """Times of one op in microseconds: of the slowest rank in each iteration.

@@ -184,7 +184,7 @@ class _Search:
             calls = checked_calls(job, case, provider)
             for op in ops:
                 times[op] = timing.over_ranks(
-                    job.timer.times(_rotated(calls[op], len(job.idxs)), provider.meet)
+                    job.timer.times(timing.rotated(calls[op], len(job.idxs)), provider.meet)
                 ).median_us
             key = key_of(layer.config, job.device)
         job.say("    " + ", ".join(f"{op}: {time_text(us)}" for op, us in times.items()))
@@ -199,7 +199,3 @@ def pick_programs(trials: list[Trial]) -> Trial:
     least = min(both)
     close = [trial for trial, us in zip(trials, both, strict=True) if us <= least * _SLACK]
     return min(close, key=lambda trial: trial.entry.num_sm)
-
-
-def _rotated(call: Callable[[int], object], inputs: int) -> timing.Call:
-    return lambda number: call(number % inputs)

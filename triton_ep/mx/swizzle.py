@@ -20,13 +20,14 @@ TILE_COLUMNS = 4
 _TILE = TILE_ROWS * TILE_COLUMNS
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def blocked_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
     """Rows and columns of the tiles of an [R, C] matrix, padding included."""
-    return _round_up(num_rows, TILE_ROWS), _round_up(num_columns, TILE_COLUMNS)
+    return round_up(num_rows, TILE_ROWS), round_up(num_columns, TILE_COLUMNS)
 
 
 def to_blocked(scale: torch.Tensor) -> torch.Tensor:
@@ -131,7 +132,7 @@ def grouped_columns_to_blocked(scale: torch.Tensor, ends: torch.Tensor) -> torch
         InputError: shapes or dtypes that do not fit.
     """
     _check_matrix(scale)
-    num_rows = _round_up(scale.shape[0], TILE_ROWS)
+    num_rows = round_up(scale.shape[0], TILE_ROWS)
     num_columns = (scale.shape[1] + (TILE_COLUMNS - 1) * ends.numel()) // TILE_COLUMNS * TILE_COLUMNS
     place, inside = _places(ends, scale.shape[1], TILE_COLUMNS)
     starts, first = _group_starts(ends.long(), TILE_COLUMNS)

@@ -17,12 +17,7 @@ from __future__ import annotations
 import torch
 
 from triton_ep.mx.formats import BLOCK
-from triton_ep.mx.swizzle import from_blocked, to_blocked
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
+from triton_ep.mx.swizzle import from_blocked, round_up, to_blocked
 
 
 def scale_shape(rows: int, columns: int, columnwise: bool) -> tuple[int, int]:
