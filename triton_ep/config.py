@@ -23,7 +23,7 @@ _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
 # Each program scans the ids of all tokens of its rank and counts in half a word; ranks are bits of a word.
-_LOW_LATENCY_MOST = {"max_tokens": 1024, "num_experts": 2048, "world_size": 32}
+LOW_LATENCY_MOST = {"max_tokens": 1024, "num_experts": 2048, "world_size": 32}
 _LOW_LATENCY_MOST_ENTRIES = 2**15 - 1
 
 MOST_ROWS = 2**31 - 1
@@ -217,7 +217,7 @@ class EPConfig:
     @property
     def fits_low_latency(self) -> bool:
         """Whether a layer with low_latency=True accepts these sizes, given a static capacity."""
-        fits = all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
+        fits = all(getattr(self, name) <= most for name, most in LOW_LATENCY_MOST.items())
         fits = fits and self.max_tokens * self.topk <= _LOW_LATENCY_MOST_ENTRIES
         return self.is_intra_node and fits
 
@@ -232,7 +232,7 @@ class EPConfig:
                 f"low_latency=True works inside one node, but local_world_size is {self.local_world_size} and "
                 f"world_size {self.world_size}. Make a layer per node, or pass low_latency=False."
             )
-        for name, most in _LOW_LATENCY_MOST.items():
+        for name, most in LOW_LATENCY_MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(
                     f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False."

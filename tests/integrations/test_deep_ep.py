@@ -184,6 +184,37 @@ def _check_worst(rank: int, nodes: int, ranks_per_node: int) -> None:
     door.release()
 
 
+def _check_worst_grows(rank: int, nodes: int, ranks_per_node: int) -> None:
+    buffer, device = make_buffer(), current_heap().device
+    _dispatch(buffer, rank, 0, False)  # a layer for up to 64 tokens
+    sent = _dispatch(buffer, rank, 2, False)  # 70 tokens on rank 0
+    work, expected = sent.work, sent.results[rank]
+    counts = torch.zeros(EXPERTS * buffer.group_size, dtype=torch.int32, device=device)
+
+    def dispatch(tokens: int, most: int) -> Any:
+        repeated = [torch.cat([each] * (1 + tokens // max(len(each), 1)))[:tokens] for each in (work.x, work.topk_idx)]
+        x, idx = (each.contiguous().to(device) for each in repeated)
+        return buffer.dispatch(x, topk_idx=idx, num_tokens_per_expert=counts, num_worst_tokens=most)
+
+    most = 200 * buffer.group_size
+    received, *_ = dispatch(len(work.x), most)
+    assert len(received) == most
+    equal(received[: len(expected.recv_x)], expected.recv_x)
+    if rank == 0:
+        with pytest.raises(
+            InputError, match=rf"300 tokens on rank 0; num_worst_tokens={most} on .* lets each have 200"
+        ):
+            dispatch(300, most)
+    door.release()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_worst_case_rows_have_room_for_their_share(run_ranks, nodes, ranks_per_node):
+    """After small batches num_worst_tokens makes the layer grow to its share per rank; more is refused by that name."""
+    run_ranks(_check_worst_grows, nodes, ranks_per_node)
+
+
 def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch.Tensor) -> None:
     """Routing by is_token_in_rank alone: the same rows, without ids and weights."""
     device, expected = current_heap().device, sent.results[rank]
@@ -270,6 +301,10 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts)
     with pytest.raises(ConfigError, match="num_rdma_bytes"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, 10 * most, num_experts, use_fp8=False)
+    with pytest.raises(
+        ConfigError, match="num_max_dispatch_tokens_per_rank is 1025; .* up to 1024"
+    ):
+        buffer.low_latency_dispatch(xs[rank].to(device), idx, 1025, num_experts, use_fp8=False)
     with pytest.raises(InputError, match=f"must be an integer of at least 1, got {most}.5"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most + 0.5, num_experts, use_fp8=False)
     with pytest.raises(ConfigError, match="num_nvl_bytes=0"):

@@ -4,6 +4,7 @@ TransformerEngine. Put the folder first on PYTHONPATH, so that worker processes 
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from triton_ep.errors import ConfigError
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise cannot_write(package, error) from error
         print(f"wrote {package}")
-    print(f"next: export PYTHONPATH={arguments.folder.resolve()}${{PYTHONPATH:+:$PYTHONPATH}}")
+    print(f"next: export PYTHONPATH={shlex.quote(str(arguments.folder.resolve()))}${{PYTHONPATH:+:$PYTHONPATH}}")
     return 0
 
 

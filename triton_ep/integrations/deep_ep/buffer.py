@@ -70,7 +70,8 @@ class Buffer:
         num_rdma_bytes: at least `get_low_latency_rdma_size_hint(...)` for low-latency calls.
         low_latency_mode: allow the low-latency calls.
         explicitly_destroy: stored only. `destroy` always frees the memory, a destructor never does.
-        timeout_s: limit of every wait, in seconds.
+        timeout_s: limit of every wait of a call, in seconds. Ranks that create a layer wait for each other for as
+            long as the process group allows.
 
     Attributes:
         longest_row: bytes of the longest row that `num_nvl_bytes` allows.
@@ -252,8 +253,10 @@ class Buffer:
                 bool is the routing, and a collective of the group sums `num_tokens_per_expert` over the ranks.
             topk_weights: [T, K] float32, contiguous; on all ranks or on none.
             expert_alignment: counts per expert are rounded up to a multiple of it; rows are not padded.
-            num_worst_tokens: n > 0: return n rows on every rank; the host does not wait. Ids past the received rows
-                are -1. The first such call allocates room for all tokens of all ranks, and waits for the allocation.
+            num_worst_tokens: n > 0, the same on all ranks: return n rows on every rank; the host does not wait. Ids
+                past the received rows are -1; rows from n on are left out, and their tokens get nothing from this rank
+                in combine. Each rank may have n / W tokens, or as many as in an earlier call. The first such call, or
+                one with a larger n, allocates room for all tokens of all ranks, and waits for the allocation.
             config: its `num_sms` is used; None: `Buffer.num_sms`.
             previous_event, async_finish: as `EPAll2AllLayer.dispatch`; without `async_finish` the current stream waits
                 for the event.
@@ -370,10 +373,20 @@ class Buffer:
         dtype = torch.bfloat16 if pair is not None else data.dtype
         kind = (data.shape[1], topk_idx.shape[1], num_experts, dtype, num_sm)
         layer = self._pool.found.get((self._number, Buffer.budgeted, kind))
+        # No rank learns from such a call how many tokens another one has, but all know what each may have.
+        share = -(-num_worst_tokens // self.group_size)
         if layer is None:
-            layer = self._layer(kind, room_for(data.shape[0]))
+            layer = self._layer(kind, room_for(max(data.shape[0], share)))
+        if layer.config.max_tokens < share:
+            layer = self._outgrow(kind, share)
         order = {} if pair is not None else order_of(previous_event, async_finish)
         num_rows = num_worst_tokens or None
+        if num_rows is not None and data.shape[0] > layer.config.max_tokens:
+            refused = InputError(
+                f"dispatch got {data.shape[0]} tokens on rank {self.rank}; num_worst_tokens={num_rows} on "
+                f"{self.group_size} ranks lets each have {share}. Pass, on all ranks, at least {self.group_size} times "
+                "the largest number of tokens."
+            )
         while True:
             self._latest = self._pool.found[self._number, num_experts, num_sm, Buffer.budgeted] = layer
             try:
@@ -764,8 +777,12 @@ class Buffer:
 
     def _grow(self, kind: tuple[int, int, int, torch.dtype, int], error: CapacityError) -> EPAll2AllLayer:
         """The layer that replaces one of this `kind`. All ranks raise the same error before any row is sent."""
+        return self._outgrow(kind, error.needed_tokens + error.needed_tokens // 4)
+
+    def _outgrow(self, kind: tuple[int, int, int, torch.dtype, int], num_tokens: int) -> EPAll2AllLayer:
+        """Replace the layer of this `kind` by one for `num_tokens` per rank. All ranks make the same call."""
         self._pool.outgrow(self._sizes(*kind))
-        return self._layer(kind, room_for(error.needed_tokens + error.needed_tokens // 4))
+        return self._layer(kind, room_for(num_tokens))
 
     def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
         # In one node this only changes the number of rows to reserve: a token has fewer ranks than experts.

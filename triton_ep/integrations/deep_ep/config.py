@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from triton_ep.config import LOW_LATENCY_MOST
 from triton_ep.errors import ConfigError
 from triton_ep.integrations.arguments import integer
 
@@ -65,10 +66,15 @@ def check_room(low_latency_mode: bool, num_rdma_bytes: int, max_tokens: Any, hid
 
     Raises:
         InputError: sizes that are no sizes.
-        ConfigError: another mode, or too few bytes.
+        ConfigError: another mode, too many tokens, or too few bytes.
     """
     max_tokens = integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
     hidden = integer("hidden", hidden, 1)
+    if max_tokens > LOW_LATENCY_MOST["max_tokens"]:
+        raise ConfigError(
+            f"num_max_dispatch_tokens_per_rank is {max_tokens}; low-latency calls take up to "
+            f"{LOW_LATENCY_MOST['max_tokens']}. Send larger batches by dispatch and combine."
+        )
     if not low_latency_mode:
         raise ConfigError("low-latency calls need low_latency_mode=True. Create such a Buffer on all ranks.")
     needed = low_latency_bytes(max_tokens, hidden, num_ranks)
