@@ -294,10 +294,12 @@ class EPAll2AllLayer:
         Raises:
             InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
                 some ranks only, on every rank. In static mode ids out of range are dropped instead, and
-                reported by `check`. The hook of the previous dispatch has not been called.
+                reported by `check`; with `low_latency` they are dropped and not reported. The hook of the previous
+                dispatch has not been called.
             CallMismatch: other ranks are in other calls; in static mode also weights on some ranks only (on a GPU:
                 from a later call or `check`).
-            PeerFailed: another rank rejected its arguments, or (CPU) died.
+            PeerFailed: another rank rejected its arguments (static mode: from `check`; with `low_latency` it is not
+                reported), or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         self._begin("dispatch", input, weight)
@@ -861,8 +863,9 @@ class EPAll2AllLayer:
         """Stand in for a `dispatch` and its `combine` if the caller has found wrong arguments. Collective.
 
         The other ranks make both calls, and see the error of a dispatch that refused its arguments: exact layers raise
-        PeerFailed from `dispatch`, others from `check`. This rank also takes part in combine, so that no rank waits
-        for it there, and sends NaN, so that nobody takes the sums for complete. The caller then raises.
+        PeerFailed from `dispatch`, static ones from `check`, low-latency ones not at all. This rank also takes part in
+        combine, so that no rank waits for it there, and sends NaN, so that nobody takes the sums for complete. The
+        caller then raises.
 
         Args:
             layout_desc: the other ranks call `dispatch_again` with this descriptor, and combine with it.

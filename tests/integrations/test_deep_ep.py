@@ -301,9 +301,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts)
     with pytest.raises(ConfigError, match="num_rdma_bytes"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, 10 * most, num_experts, use_fp8=False)
-    with pytest.raises(
-        ConfigError, match="num_max_dispatch_tokens_per_rank is 1025; .* up to 1024"
-    ):
+    with pytest.raises(ConfigError, match=r"num_max_dispatch_tokens_per_rank is 1025; .* up to 1024"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, 1025, num_experts, use_fp8=False)
     with pytest.raises(InputError, match=f"must be an integer of at least 1, got {most}.5"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most + 0.5, num_experts, use_fp8=False)

@@ -102,12 +102,30 @@ def test_bias() -> None:
     plain = grouped_mm(a, b_t, ends)
     bias = torch.randn(32, device=DEVICE).bfloat16().requires_grad_()
     out = grouped_mm(a, b_t, ends, bias)
-    assert torch.equal(out.detach(), plain + bias.detach())
+    expected = torch.cat([plain[:5] + bias.detach(), torch.zeros_like(plain[5:])])
+    assert torch.equal(out.detach(), expected)
     out.sum().backward()
-    assert torch.equal(bias.grad, torch.full_like(bias, 6))
+    assert torch.equal(bias.grad, torch.full_like(bias, 5))
     per_group = torch.randn(3, 32, device=DEVICE).bfloat16()
     expected = torch.cat([plain[:2] + per_group[0], plain[2:5] + per_group[2], plain[5:]])
     assert torch.equal(grouped_mm(a, b_t, ends, per_group), expected)
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bias_of_another_dtype(out_dtype: torch.dtype, per_group: bool) -> None:
+    """The result has `out_dtype`; the sum is rounded once, and the gradient of the bias keeps its own dtype."""
+    a, b_t, ends = operands(Case((2, 3), n=32, k=32, spare=2))
+    plain = grouped_mm(a, b_t, ends, out_dtype=out_dtype)
+    bias = torch.randn(*([2] if per_group else []), 32, device=DEVICE).requires_grad_()
+    out = grouped_mm(a, b_t, ends, bias, out_dtype=out_dtype)
+    of_rows = bias.detach().expand(2, 32).repeat_interleave(torch.tensor([2, 3], device=DEVICE), 0)
+    assert out.dtype == out_dtype
+    assert torch.equal(out[:5].detach(), (plain[:5].float() + of_rows).to(out_dtype))
+    assert not out[5:].any()
+    out.sum().backward()
+    counts = torch.tensor([[2.0], [3.0]], device=DEVICE) if per_group else torch.tensor(5.0, device=DEVICE)
+    assert torch.equal(bias.grad, counts.expand(bias.shape))
 
 
 def test_only_what_is_asked_for() -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from triton_ep.bench.settings import MODELS
 from triton_ep.context.layout import estimate_bytes
 from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError
 from triton_ep.nn import MoE, estimate_memory, finalize_exchanges
 from triton_ep.ops.row_scales import RowScaled
 
@@ -77,6 +78,13 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
 def test_the_estimate_is_what_is_allocated(run_ranks, nodes, options):
     """Exchange, prepared weights and tensors saved by autograd, to the byte."""
     run_ranks(_check, nodes, 2 // nodes, options)
+
+
+@pytest.mark.parametrize("prepared", ["x", None, ["both"]], ids=str)
+def test_unknown_prepared_is_refused(prepared):
+    """The error names the value and the choices."""
+    with pytest.raises(ConfigError, match=r"prepared is .*, choose from both, fprop, none"):
+        estimate_memory(64, 96, num_experts=4, topk=2, max_tokens=8, world_size=1, payload="mxfp8", prepared=prepared)
 
 
 def test_the_page_has_what_the_estimate_says():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -197,6 +198,60 @@ def test_gradients_of_the_router_and_its_loss(run_ranks):
     run_ranks(_router, 1, 2)
 
 
+def _copied(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device = current_heap().device
+    x = torch.randn(5, HIDDEN, generator=_generator(rank)).bfloat16().to(device)
+    with _moe(2, router=TopKRouter(HIDDEN, 4, TOPK, aux_loss=True, device=device)) as moe:
+        y = moe(x)
+        other = copy.deepcopy(moe)
+        assert other.last_aux is None and moe.last_aux is not None and moe.last_aux.requires_grad
+        assert moe.over(moe.exchange).last_aux is None
+        assert torch.equal(other(x), y) and other.last_aux is not None
+        assert torch.equal(moe(x[0]), moe(x[:1])[0]), "one token without leading dimensions"
+
+
+def test_a_copy_leaves_the_loss_behind(run_ranks):
+    """A copy after a call with a balancing loss works and starts without a loss; a single token [H] has a loss too."""
+    run_ranks(_copied, 1, 2)
+
+
+class _Shared(torch.nn.Module):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.result(x)
+
+
+def _shared_results(rank: int, nodes: int, ranks_per_node: int) -> None:
+    x = torch.randn(5, HIDDEN, generator=_generator(rank)).bfloat16().to(current_heap().device)
+    with _moe(1) as moe:
+        alone = moe(x)
+        for dtype in (torch.float32, torch.float16):
+            moe.shared = _Shared(lambda x, dtype=dtype: x.to(dtype) / 3)
+            y = moe(x)
+            assert y.dtype == torch.bfloat16 and torch.equal(y, (alone + x.to(dtype) / 3).bfloat16())
+            compiled = torch.compile(moe, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x), y)
+            torch._dynamo.reset()
+        for result, seen in (
+            (lambda x: None, "NoneType"),
+            (lambda x: (x, x), "tuple of 2"),
+            (lambda x: x.int(), r"\[5, 128\] torch.int32"),
+        ):
+            moe.shared = _Shared(result)
+            with pytest.raises(InputError, match=rf"must return \[5, 128\], floating-point, got {seen}"):
+                moe(x)
+        moe.shared = None
+        assert torch.equal(moe(x), alone)
+
+
+def test_results_of_shared_experts_in_other_types(run_ranks):
+    """y has the module's dtype whatever floating-point dtype they return; anything else is refused."""
+    run_ranks(_shared_results, 1, 1)
+
+
 # --- what does not fit ----------------------------------------------------------------------------------
 
 
@@ -280,6 +335,7 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"precision": "best", "payload": "mxfp8"}, "precision is 'best'"),
         ({"num_experts": 5}, "5 experts .* 2 ranks .* to 6"),
         ({"router": "softmax"}, "router must be callable"),
+        ({"router": TopKRouter}, "no class"),
         ({"separate": True, "gated": False}, "there is no w3"),
         ({"capacity": -1.0}, "capacity=-1.0 must be above 0"),
         ({"topk": 40}, "topk 40 exceeds"),
@@ -287,6 +343,13 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"activation": "tanh"}, "kind is 'tanh'"),
         ({"prepared": "fprop"}, "bf16 products read the weights themselves"),
         ({"num_experts": "4"}, "num_experts must be an integer of at least 1, got '4'"),
+        ({"topk": None, "capacity": 1.5}, "topk must be an integer of at least 1, got None"),
+        ({"max_tokens": "8", "capacity": 1.5}, "max_tokens must be an integer of at least 1, got '8'"),
+        ({"activation": ["silu"]}, r"activation must be a name, such as 'silu', got \['silu'\]"),
+        ({"limit": "7"}, "limit must be a number or None, got '7'"),
+        ({"alpha": None}, "alpha must be a number, got None"),
+        ({"params_dtype": torch.float16}, "parameters of experts are torch.bfloat16 or torch.float32"),
+        ({"up_offset": True}, "up_offset must be a number, got True"),
         ({"payload": "mxfp8", "hidden": 48}, "hidden is 48, .* the nearest is 32 or 64"),
         ({"payload": "mxfp8", "ffn": 100}, "ffn is 100, .* the nearest is 96 or 128"),
     ):
@@ -298,6 +361,30 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_options_that_cannot_work(run_ranks):
     """Unfit options are refused by name."""
     run_ranks(_config, 1, 2)
+
+
+def _failed_constructors(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with _moe(2) as moe:
+        exchange = moe.exchange
+        for wrong in (
+            {"separate": True, "gated": False},
+            {"activation": "tanh"},
+            {"router": 3},
+            {"shared": 3},
+            {"payload": None, "prepared": "fprop"},
+            {"limit": -1.0},
+            {"params_dtype": torch.int8},
+            {"device": "no_such_device"},
+        ):
+            with pytest.raises((EPError, RuntimeError)):
+                MoE(HIDDEN, FFN, num_experts=4, **{**SIZES, **wrong})
+        moe.finalize()
+        assert exchange.context.closed
+
+
+def test_failed_constructors_hold_no_exchange(run_ranks):
+    """The only module frees the exchange, whatever modules of the same sizes could not be made."""
+    run_ranks(_failed_constructors, 1, 2)
 
 
 def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:

@@ -67,6 +67,20 @@ def test_copies_are_made_when_weights_have_changed(made: list[str]) -> None:
     assert len(made) == 4
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="memory of numpy is on the CPU")
+def test_another_weight_at_the_same_address() -> None:
+    """Memory that was freed is given to the next tensor: address and version are the same, but not the storage."""
+    weight, prepared = _weight(), PreparedWeights()
+    memory = weight.detach().view(torch.int16).numpy().copy()
+    seen = set()
+    for _ in range(3):
+        weight.data = torch.from_numpy(memory).view(torch.bfloat16)
+        seen.add((weight.data_ptr(), weight._version))
+        _check(prepared, weight, "fprop")
+        memory ^= -(2**15)  # the signs
+    assert len(seen) == 1
+
+
 def test_what_version_counters_do_not_show(made: list[str]) -> None:
     """A write to `.data` is seen after a step of any optimizer, or after `invalidate`."""
     weight, prepared = _weight(), PreparedWeights()

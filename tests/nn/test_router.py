@@ -93,6 +93,17 @@ def test_shapes_and_no_tokens():
     assert ids.shape == (0, TOPK) and float(loss.detach()) == 0
     with pytest.raises(InputError, match=r"\[\.\.\., 24\], got \[2, 5\]"):
         router(torch.zeros(2, 5))
+    with pytest.raises(InputError, match=r"\[\.\.\., 24\], a tensor, got NoneType"):
+        router(None)
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}], ids=str)
+def test_one_token_without_leading_dimensions(options):
+    """[H] gives what [1, H] gives, the loss included."""
+    router = _router(aux_loss=True, **options)
+    ids, weights, loss = router(_tokens(1)[0])
+    want_ids, want_weights, want = router(_tokens(1))
+    assert torch.equal(ids, want_ids[0]) and torch.equal(weights, want_weights[0]) and torch.equal(loss, want)
 
 
 def test_balancing_loss():
@@ -153,6 +164,10 @@ def test_bias_moves_towards_even_loads():
         ({"score": "tanh"}, "tanh"),
         ({"num_groups": 5}, "16 experts .* 5 groups"),
         ({"num_groups": 4, "topk_groups": 5}, "topk_groups is 5"),
+        ({"topk_groups": True}, "topk_groups is True"),
+        ({"scale": "2"}, "scale of a router must be a finite number, got '2'"),
+        ({"scale": True}, "finite number, got True"),
+        ({"scale": float("nan")}, "finite number, got nan"),
         ({"num_groups": 8, "topk_groups": 1}, "topk 3 exceeds the 2 experts"),
     ],
 )

@@ -127,6 +127,41 @@ def test_the_joined_copy_follows_its_halves():
     assert module.gate_up_weight().shape == (2, 2 * FFN, HIDDEN)
 
 
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_parameters_that_products_do_not_take(payload):
+    """They are refused before the dispatch, so that the other ranks can be told."""
+    experts = _experts(payload=payload)
+    device, kept = experts.w2.device, experts.w13
+    experts._checked_parameters(device)
+    for wrong in (kept.detach().half(), kept.detach().transpose(1, 2).contiguous().transpose(1, 2)):
+        experts.w13 = torch.nn.Parameter(wrong)
+        with pytest.raises(InputError, match=r"w13 of the experts must be contiguous torch.bfloat16 or torch.float32"):
+            experts._checked_parameters(device)
+    experts.w13 = torch.nn.Parameter(kept.detach().float())
+    if payload is None:
+        with pytest.raises(InputError, match=r"w13 of the experts is torch.float32, w2 torch.bfloat16"):
+            experts._checked_parameters(device)
+    else:
+        experts._checked_parameters(device)
+
+
+def test_parameters_within_a_larger_buffer():
+    """Gradients are the same wherever in memory w2 begins."""
+    found = []
+    for offset in (0, 1, 4):
+        torch.manual_seed(0)
+        experts = _experts()
+        flat = experts.w2.new_zeros(experts.w2.numel() + offset)
+        flat[offset:] = experts.w2.detach().flatten()
+        experts.w2.data = flat[offset:].view(experts.w2.shape)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(6, experts.hidden, generator=generator).bfloat16().to(experts.w2.device).requires_grad_()
+        offs = torch.tensor([0, 4, 6], dtype=torch.int32, device=x.device)
+        experts(x, offs).sum().backward()
+        found.append((x.grad, experts.w13.grad, experts.w2.grad))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 def test_options_that_do_not_go_together():
     """Unfit options are refused by name."""
     for options, words in (

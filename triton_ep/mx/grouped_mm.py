@@ -128,14 +128,16 @@ def _check(a: Any, b_t: Any, block_size: Any) -> None:
 
 
 def _add_bias(out: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Add bias [N], or [E, N] by group; rows past the last group get no group's bias."""
-    if bias.dim() == 1:
-        return out + bias
+    """Add bias [N], or [E, N] by group, and round to the dtype of `out`; rows past the last group get no bias."""
     rows = torch.arange(out.shape[0], device=out.device, dtype=ends.dtype)
-    padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
     # Not searchsorted: inductor of torch < 2.13 compiles it to read the whole tensor when `ends` is a slice
     # (https://github.com/pytorch/pytorch/issues/182343).
-    return out + padded[(rows.unsqueeze(1) >= ends).sum(1)]
+    group = (rows.unsqueeze(1) >= ends).sum(1)
+    if bias.dim() == 1:
+        total = torch.where((group < ends.shape[0]).unsqueeze(1), out + bias, out)
+    else:
+        total = out + torch.nn.functional.pad(bias, (0, 0, 0, 1))[group]
+    return total.to(out.dtype)  # a bias of a wider dtype promotes the sum
 
 
 def _to_mxfp8_then_scaled_grouped_mm(
@@ -157,8 +159,8 @@ def _to_mxfp8_then_scaled_grouped_mm(
     Arguments:
         A: [R, K] bf16, or MXTensor quantised along K. Its gradient is bf16.
         B_t: [E, K, N] bf16, w.transpose(-2, -1) or contiguous. The gradient has the same layout.
-        offs: [E] int32 on the device, the row after the last row of each group, or [E + 1] with the starts.
-        bias: [N], or [E, N] one per group; added to the rounded product.
+        offs: [E] int32 or int64 on the device, the row after the last row of each group, or [E + 1] with the starts.
+        bias: [N], or [E, N] one per group; added to the rounded product. The sum is rounded to `out_dtype`.
         out_dtype: of the result: bf16, fp16 or fp32.
         kernel_preference: accepted for callers of torchao, a member of its enum or a name; the device alone decides.
         wgrad_with_hp: compute the weights' gradient from dY (and A, if bf16) without quantisation along the rows.
@@ -167,7 +169,7 @@ def _to_mxfp8_then_scaled_grouped_mm(
         block_size: 32.
 
     The incoming gradient may be an MXTensor; its values are used as they are.
-    Rows past the last group are zeros, also in the gradient of A, and do not contribute to the gradient of B_t.
+    Rows past the last group are zeros, also in the gradient of A. They add nothing to the gradients of B_t and bias.
 
     Raises:
         InputError: `offs` is missing, K or N is not a multiple of 32, or a dtype, shape, preference or switch does not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Beside:
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
         self._side: torch.cuda.Stream | None = None
         if x.device.type != "cuda":
-            self._result: torch.Tensor = module(x)
+            self._result: Any = module(x)
             return
         self._side = _side_stream(x.device)
         self._side.wait_stream(current_stream())
@@ -35,9 +36,9 @@ class Beside:
             x.record_stream(self._side)
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the result."""
-        return self._result.shape
+    def early(self) -> Any:
+        """What the module returned, whose values may not be there yet: for a look at its type and shape."""
+        return self._result
 
     def join(self) -> torch.Tensor:
         """Return the result; the current stream waits for it."""
@@ -46,4 +47,5 @@ class Beside:
             current.wait_stream(self._side)
             if not torch.cuda.is_current_stream_capturing():
                 self._result.record_stream(current)
-        return self._result
+        result: torch.Tensor = self._result
+        return result

@@ -7,26 +7,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.nn.expert_block import ExpertBlock, Rows, Saved
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
-from triton_ep.nn.prepared import invalidate_after_steps, version_of
+from triton_ep.nn.prepared import invalidate_after_steps, storage_of, version_of
 
 
 class Joined:
     """Cached tensor [e, 2F, ...] of two tensors [e, F, ...], joined again when one of them has changed.
 
-    A half has changed if its address or version counter moved and, as in `PreparedWeights`, after a step of any torch
-    optimizer: FSDP gathers new weights into memory whose counter stays. The joined tensor keeps its memory; its version
-    counter moves only if an address or a counter of the halves did, so a step of an optimizer of other parameters does
-    not spoil graphs that wait for their backward pass. During the capture of a CUDA graph every call joins anew,
-    because a replay checks nothing.
+    A half has changed if its storage, address or version counter is another and, as in `PreparedWeights`, after a step
+    of any torch optimizer: FSDP gathers new weights into memory whose counter stays. The joined tensor keeps its
+    memory; its version counter moves only if a storage, an address or a counter of the halves did, so a step of an
+    optimizer of other parameters does not spoil graphs that wait for their backward pass. During the capture of a CUDA
+    graph every call joins anew, because a replay checks nothing.
     """
 
     def __init__(self) -> None:
         self._made_of: tuple[int, ...] | None = None
         self._current = False
+        self._storages: list[StorageWeakRef] = []
         self._both: torch.Tensor | None = None
         invalidate_after_steps(self)
 
@@ -61,10 +63,15 @@ class Joined:
             e, rows, *rest = first.shape
             both = self._both = first.new_empty(e, 2 * rows, *rest)
             self._made_of = None
-        made_of = (first.data_ptr(), version_of(first), second.data_ptr(), version_of(second))
+        made_of = tuple(
+            number
+            for half in (first, second)
+            for number in (half.untyped_storage()._cdata, half.data_ptr(), version_of(half))
+        )
         if made_of != self._made_of or not self._current:
             torch.cat([first, second], 1, out=both if made_of != self._made_of else both.data)
             self._made_of, self._current = made_of, True
+            self._storages = [storage_of(first), storage_of(second)]  # later storages are then others
         return both.detach()
 
 

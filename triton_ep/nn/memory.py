@@ -7,8 +7,10 @@ from typing import Unpack
 
 from triton_ep.config import EPConfig
 from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
+from triton_ep.errors import ConfigError
 from triton_ep.nn.arrivals import keeps_arrivals
 from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, alignment_of, sizes_of
+from triton_ep.nn.prepared import PREPARED
 from triton_ep.nn.swiglu_experts import check_precision, check_sizes
 
 _SCALE_BYTES = 4
@@ -47,19 +49,22 @@ def estimate_memory(
     gated: bool = True,
     **exchange: Unpack[ExchangeOptions],
 ) -> MemoryEstimate:
-    """Estimate the memory of `MoE` layers on `world_size` GPUs; the arguments are those of the `MoE` constructor.
+    """Estimate the memory of `MoE` layers on `world_size` GPUs; the arguments are those of the `MoE` constructor
+    that its memory depends on.
 
     exchange: `num_experts`, `topk`, `max_tokens` and the other `ExchangeOptions`. local_world_size=None: all GPUs are
     in one node; num_sm=None: 24. Without a capacity, rows and exchange are estimated for an even routing: the exchange
     grows when more rows arrive.
 
     Raises:
-        ConfigError: sizes that cannot work.
+        ConfigError: sizes or options that cannot work.
     """
     given = sizes_of(hidden, exchange, world_size)
     payload, rows = given.payload, given.capacity
     check_precision(payload, precision)
     check_sizes(hidden, ffn, payload)
+    if prepared not in PREPARED:
+        raise ConfigError(f"prepared is {prepared!r}, choose from {', '.join(PREPARED)}.")
     config = EPConfig(
         max_tokens=given.max_tokens,
         hidden=hidden,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from triton_ep.config import as_integer
-from triton_ep.distributed import check_group
+from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
@@ -59,7 +60,8 @@ class MoE(nn.Module):
             [..., K] and optionally a loss, kept as `last_aux`. False: no router; every call passes its routing.
         exchange: an exchange from `new_exchange`, not shared with other modules; None: the shared one of these sizes.
         shared: shared experts, a module [..., H] to [..., H] whose result for every token is added; None: no shared
-            experts. It overlaps the exchange on a side stream, forward and backward.
+            experts. It overlaps the exchange on a side stream, forward and backward. Its result may have another
+            floating-point dtype; the sum is rounded to `dtype`.
         dtype: of rows: bfloat16, the dtype of the experts' products.
         params_dtype: of the experts' parameters; None: `dtype`. With payload=None, float32 parameters are cast in every
             pass.
@@ -125,7 +127,9 @@ class MoE(nn.Module):
         check_agreement(group, alike)
         check_precision(payload, precision)
         check_sizes(hidden, ffn, payload)
-        num_experts = as_integer("num_experts", num_experts)
+        _check_activation(activation, limit=limit, alpha=alpha, up_offset=up_offset)
+        num_experts, topk = as_integer("num_experts", num_experts), as_integer("topk", topk)
+        max_tokens = as_integer("max_tokens", max_tokens)
         if dtype is not torch.bfloat16:
             raise ConfigError(
                 f"dtype is {dtype}, but experts multiply bfloat16 rows. For parameters pass params_dtype."
@@ -138,14 +142,11 @@ class MoE(nn.Module):
         rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, world_size)
         if exchange is not None and capacity is None:
             rows = None  # the exchange decides
-        options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
-        sizes = Sizes(hidden, num_experts, topk, max_tokens, *options)
-        self._connection = Connection(group, sizes, exchange)
-        device = self._default_device() if device is None else device
+        device = _default_device() if device is None else device
         if router is None:
             router = TopKRouter(hidden, num_experts, topk, device=device)
-        elif router is not False and not callable(router):
-            raise ConfigError(f"router must be callable, None or False, got {router!r}.")
+        elif router is not False and (not callable(router) or isinstance(router, type)):
+            raise ConfigError(f"router must be callable (an instance, no class), None or False, got {router!r}.")
         self.router = None if router is False else router
         if shared is not None and not isinstance(shared, nn.Module):
             raise ConfigError(f"shared must be a torch module or None, got {type(shared).__name__}.")
@@ -172,6 +173,14 @@ class MoE(nn.Module):
         )
         self.hidden, self.topk = hidden, topk
         self.last_aux = None
+        options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
+        sizes = Sizes(hidden, num_experts, topk, max_tokens, *options)
+        # Last: nobody would release the hold of a module whose constructor fails after this.
+        self._connection = Connection(group, sizes, exchange)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without `last_aux`, which belongs to the autograd graph of this module's latest call."""
+        return {**self.__dict__, "last_aux": None}
 
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
@@ -184,12 +193,14 @@ class MoE(nn.Module):
             topk_weights: [..., K] floating-point, with topk_idx; used as float32.
 
         Returns:
-            [..., H]; a token whose assignments were all dropped gets zeros.
+            [..., H] of the module's dtype; a token whose assignments were all dropped gets zeros.
 
         Raises:
-            InputError: an argument or the router's result does not fit (on that rank only); another pass is open on the
-                exchange; an id is out of range (on every rank).
-            PeerFailed: another rank refused its arguments. In static mode `check` raises it.
+            InputError: an argument, or the result of the router or the shared experts, does not fit (on that rank
+                only); another pass is open on the exchange; an id is out of range (on every rank; with low_latency such
+                ids are dropped).
+            PeerFailed: another rank refused its arguments. In static mode `check` raises it, with low_latency nothing:
+                sums of that rank are NaN.
             FinalizedError: the exchange was finalized: call `connect`.
             WaitTimeout, CallMismatch: as `EPAll2AllLayer.dispatch` and `combine`.
         """
@@ -214,7 +225,7 @@ class MoE(nn.Module):
         y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()
         y = y if x.dim() == 2 else y.view(x.shape)
-        return y if shared is None else y + shared.join()
+        return y if shared is None else (y + shared.join()).to(y.dtype)
 
     def _begin_shared(self, x: Any) -> Beside:
         """Start the shared experts on x; they overlap the exchange."""
@@ -222,8 +233,9 @@ class MoE(nn.Module):
         if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
             raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
         found = Beside(self.shared, x)
-        if found.shape != x.shape:
-            raise InputError(f"the shared experts must return {list(x.shape)}, got {list(found.shape)}.")
+        early = found.early
+        if not isinstance(early, torch.Tensor) or early.shape != x.shape or not early.is_floating_point():
+            raise InputError(f"the shared experts must return {list(x.shape)}, floating-point, got {_shown(early)}.")
         return found
 
     def _traced(
@@ -241,7 +253,7 @@ class MoE(nn.Module):
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         y = y.view(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else (y + self.shared(x)).to(y.dtype)
 
     def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and weights [T, K], from the call or the router; sets `last_aux`."""
@@ -323,22 +335,34 @@ class MoE(nn.Module):
         """
         twin = copy.copy(self)
         twin._connection = Connection(self._connection.group, self._connection.sizes, exchange)
-        twin.last_aux = None
         return twin
 
     def finalize(self) -> None:
         """Release the exchange; the last module that holds a shared one frees its memory. Collective, idempotent."""
         self._connection.release()
 
-    def _default_device(self) -> torch.device:
-        default = torch.get_default_device()
-        return default if default.type == "meta" else self.exchange.context.device
-
     def extra_repr(self) -> str:
         """Sizes of the exchange."""
         sizes = self._connection.sizes
         rows = "exact" if sizes.capacity is None else f"capacity={sizes.capacity}"
         return f"top-{sizes.topk} of {sizes.num_experts}, max_tokens={sizes.max_tokens}, {rows}"
+
+
+def _default_device() -> torch.device:
+    default = torch.get_default_device()
+    return default if default.type == "meta" else current_heap().device
+
+
+def _check_activation(activation: Any, **factors: Any) -> None:
+    """Raise ConfigError for arguments of other types; `SwiGLUExperts` checks the values."""
+    if not isinstance(activation, str):
+        raise ConfigError(f"activation must be a name, such as 'silu', got {activation!r}.")
+    for name, value in factors.items():
+        if value is None and name == "limit":
+            continue
+        if isinstance(value, bool) or not isinstance(value, Real):
+            wanted = "a number or None" if name == "limit" else "a number"
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def _in_rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:

@@ -24,8 +24,11 @@ def down_dgrad_of_any_width(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`down_dgrad` in bf16 for any H and F; copies all operands unless both sizes are multiples of 8."""
+    """`down_dgrad` in bf16 for any H, F and address of w2; copies all operands unless both sizes are multiples of 8,
+    and w2 unless it begins at a multiple of 16 bytes."""
     if isinstance(dy, RowScaled) or (dy.shape[1] % _UNIT == 0 and w2.shape[2] % _UNIT == 0):
+        if isinstance(w2, torch.Tensor) and w2.data_ptr() % 16:  # a part of a larger buffer
+            w2 = w2.clone()
         return down_dgrad(dy, w2, pre, offs, activation=activation, bias=bias, **options)
     hidden, ffn, halves = dy.shape[1], w2.shape[2], 2 if activation.gated else 1
     more_h, more_f = -hidden % _UNIT, -ffn % _UNIT

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from triton_ep.errors import ConfigError, InputError
@@ -19,25 +20,30 @@ PRECISIONS = ("default", "fast", "exact")
 USES = ("fprop", "dgrad")
 
 Copy = RowScaled | torch.Tensor
-_Identity = tuple[int, int, torch.Size, int]
-"""Address, version counter and shape of a weight, and how often `invalidate` was called."""
+_Identity = tuple[int, int, int, torch.Size, int]
+"""Storage, address, version counter and shape of a weight, and how often `invalidate` was called."""
 
 
 @dataclass
 class _Kept:
-    """One copy, and the identity of the weight it was computed from."""
+    """One copy, and the identity of the weight it was computed from.
+
+    storage: refers to the weight's storage without keeping its memory, so that no later one is taken for it: memory
+    that was freed is often given to the next tensor.
+    """
 
     copy: Copy
     made_of: _Identity
+    storage: StorageWeakRef
 
 
 class PreparedWeights:
     """Copies of weights [E, N, K] for the products x w^T ("fprop", sums over K) and dy w ("dgrad", sums over N).
 
     The first use after a change of the weight computes its copy, in the memory of the previous copy; so a captured CUDA
-    graph that reads the copy sees later refreshes. A weight counts as changed if its version counter or address moved,
-    and after a step of any torch optimizer, because FSDP's all-gather and writes to `.data` do not move the counter.
-    Other code that changes weights without moving the counter must call `invalidate`.
+    graph that reads the copy sees later refreshes. A weight counts as changed if its version counter, address or
+    storage is another, and after a step of any torch optimizer, because FSDP's all-gather and writes to `.data` do not
+    move the counter. Other code that changes weights without moving the counter must call `invalidate`.
 
     A capture raises an error if a copy is missing or out of date, because replays would not update it: run a step
     first. If weights change between replays, call `refresh` before the next replay; a graph that contains the
@@ -100,8 +106,9 @@ class PreparedWeights:
             )
         uses = [each for each in USES if each == use or self._is_stale((key[0], each), made_of)]
         old = {each: self._kept[key[0], each].copy for each in uses if (key[0], each) in self._kept}
+        storage = storage_of(weight)
         for each, copy in self._make(weight, uses, old).items():
-            self._kept[key[0], each] = _Kept(copy, made_of)
+            self._kept[key[0], each] = _Kept(copy, made_of, storage)
         return self._kept[key].copy
 
     def refresh(self, weight: torch.Tensor, *, name: str = "") -> None:
@@ -121,7 +128,8 @@ class PreparedWeights:
 
     def _identity(self, weight: torch.Tensor) -> _Identity:
         memory = weight.qdata if isinstance(weight, MXTensor) else weight
-        return memory.data_ptr(), version_of(memory), memory.shape, self._changes
+        storage: int = memory.untyped_storage()._cdata
+        return storage, memory.data_ptr(), version_of(memory), memory.shape, self._changes
 
     def _is_stale(self, key: tuple[Any, str], made_of: _Identity) -> bool:
         """Whether the copy is kept, but out of date."""
@@ -154,6 +162,12 @@ def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def storage_of(weight: torch.Tensor) -> StorageWeakRef:
+    """A reference to the storage of a weight. While it exists, no other storage has the same `_cdata`."""
+    memory = weight.qdata if isinstance(weight, MXTensor) else weight
+    return StorageWeakRef(memory.untyped_storage())
 
 
 def version_of(tensor: torch.Tensor) -> int:

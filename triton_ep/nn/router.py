@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -69,6 +71,7 @@ class TopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         _check(hidden, num_experts, topk, score, num_groups, topk_groups)
+        _check_scale(scale)
         self.hidden, self.num_experts, self.topk = hidden, num_experts, topk
         self.score, self.num_groups, self.topk_groups = score, num_groups, topk_groups
         self.normalize, self.scale, self.aux_loss = normalize, scale, aux_loss
@@ -102,10 +105,9 @@ class TopKRouter(nn.Module):
             topk_idx [..., K] int32 and topk_weights [..., K] float32, differentiable; with `aux_loss` the loss, [].
 
         Raises:
-            InputError: x has another H.
+            InputError: x is no tensor, or has another H.
         """
-        if x.shape[-1:] != (self.hidden,):
-            raise InputError(f"the router takes x [..., {self.hidden}], got {list(x.shape)}.")
+        _check_tokens(x, self.hidden)
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.weight.dtype)
             logits = linear(x.to(self.weight.dtype), self.weight, bias).float()
@@ -140,7 +142,7 @@ class TopKRouter(nn.Module):
         num_tokens = max(ids.numel() // self.topk, 1)
         share = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         copies = _copies(ids, self.num_experts).float() / (self.topk * num_tokens)
-        return self.num_experts * (copies * share.flatten(0, -2).sum(0) / num_tokens).sum()
+        return self.num_experts * (copies * share.reshape(-1, self.num_experts).sum(0) / num_tokens).sum()
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
@@ -179,11 +181,25 @@ def _check(hidden: int, num_experts: int, topk: int, score: str, num_groups: int
         raise ConfigError(f"score is {score!r}; a router has {' or '.join(map(repr, SCORES))}.")
     if num_experts % num_groups:
         raise ConfigError(f"{num_experts} experts cannot be shared evenly by {num_groups} groups.")
-    if not isinstance(topk_groups, int) or not 1 <= topk_groups <= num_groups:
+    if isinstance(topk_groups, bool) or not isinstance(topk_groups, int) or not 1 <= topk_groups <= num_groups:
         raise ConfigError(f"topk_groups is {topk_groups!r}; of {num_groups} groups 1 to {num_groups} can be chosen.")
+    if topk > num_experts:
+        raise ConfigError(f"topk {topk} exceeds num_experts {num_experts}.")
     most = num_experts // num_groups * topk_groups
     if topk > most:
         raise ConfigError(
             f"topk {topk} exceeds the {most} experts in the best {topk_groups} of {num_groups} groups. Raise "
             "topk_groups."
         )
+
+
+def _check_scale(scale: Any) -> None:
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale):
+        raise ConfigError(f"scale of a router must be a finite number, got {scale!r}.")
+
+
+def _check_tokens(x: Any, hidden: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InputError(f"the router takes x [..., {hidden}], a tensor, got {type(x).__name__}.")
+    if x.shape[-1:] != (hidden,):
+        raise InputError(f"the router takes x [..., {hidden}], got {list(x.shape)}.")

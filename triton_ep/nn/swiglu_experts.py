@@ -12,6 +12,7 @@ from torch import nn
 from triton_ep.config import as_integer
 from triton_ep.distributed.dtensors import is_dtensor, local_part
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn import operations
 from triton_ep.nn.arrivals import keeper_of_arrivals
 from triton_ep.nn.exchanges import Exchange
@@ -21,6 +22,9 @@ from triton_ep.nn.moe_block import MoEBlock, Params
 from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.row_scales import RowScaled
+
+_DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes of parameters."""
 
 Parameters = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -95,6 +99,8 @@ class SwiGLUExperts(nn.Module):
         self.first_expert = first_expert
         self.num_experts = num_local_experts if num_experts is None else num_experts
         self.payload, self.precision, self.separate = payload, precision, separate
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {dtype}; parameters of experts are torch.bfloat16 or torch.float32.")
         self.activation = Activation(activation, gated, limit, alpha, up_offset)
         check_activation(self.activation)
         check_sizes(hidden, ffn, payload)
@@ -307,13 +313,26 @@ class SwiGLUExperts(nn.Module):
         return found
 
     def _checked_parameters(self, device: torch.device) -> list[torch.Tensor]:
-        """`local_parameters`. Raises InputError if one was replaced by one of another shape or on another device."""
+        """`local_parameters`. Raises InputError if one was replaced by one that products do not take."""
         found = self.local_parameters()
         for name, value, wanted in zip(self._names, found, self._shapes, strict=True):
             if value.shape != wanted or value.device != device:
                 raise InputError(
                     f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
                     f"{value.device}."
+                )
+            if isinstance(value, MXTensor) and self.payload is not None:
+                continue
+            dense = value.is_contiguous() or (self.separate and name != "w2")  # these are copied
+            if value.dtype not in _DTYPES or not dense:
+                raise InputError(
+                    f"{name} of the experts must be contiguous torch.bfloat16 or torch.float32, got {value.dtype} "
+                    f"{list(value.shape)} with strides {list(value.stride())}."
+                )
+            if self.payload is None and name[0] == "w" and value.dtype != self.w2.dtype:
+                raise InputError(
+                    f"{name} of the experts is {value.dtype}, w2 {self.w2.dtype}: without a payload all weights have "
+                    "one dtype. Cast one."
                 )
         return found
 
