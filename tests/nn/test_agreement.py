@@ -22,6 +22,9 @@ def _apart(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"payload": "mxfp8", "precision": ["default", "exact"][rank]}, "precision: 'default' by rank 0; 'exact' by"),
         ({"activation": ["silu", "gelu"][rank]}, "activation: 'silu' by rank 0; 'gelu' by rank 1"),
         ({"bias": bool(rank)}, "bias: False by rank 0; True by rank 1"),
+        ({"separate": bool(rank)}, "separate: False by rank 0; True by rank 1"),
+        ({"router": [False, "softmax"][rank]}, "router: False by rank 0; 'of type str' by rank 1"),
+        ({"shared": [None, torch.nn.Linear][rank]}, "shared: None by rank 0; 'of type type' by rank 1"),
         ({"num_experts": 4 + rank}, "num_experts: 4 by rank 0; 5 by rank 1"),
         ({"payload": [None, "fp8"][rank]}, "payload: None by rank 0; 'fp8' by rank 1"),
     ):

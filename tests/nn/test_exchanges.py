@@ -216,3 +216,9 @@ def test_one_pass_at_a_time(run_ranks):
 def test_rows_of_a_capacity(capacity, low_latency, rows):
     """As given, or a multiple of the mean load plus every expert's padding, up to what can arrive."""
     assert exchanges.capacity_rows(capacity, low_latency, 32, 16, 64, 4) == rows
+
+
+def test_a_capacity_of_sizes_that_are_none() -> None:
+    """A factor multiplies them, so they are checked first."""
+    with pytest.raises(ConfigError, match="topk must be an integer of at least 1, got None"):
+        exchanges.capacity_rows(1.5, False, 32, None, 64, 4)

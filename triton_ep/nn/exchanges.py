@@ -114,10 +114,12 @@ def capacity_rows(
     int is limited to that number too, because the largest row count selects the tiles of the products.
 
     Raises:
-        ConfigError: neither None nor a number above 0.
+        ConfigError: neither None nor a number above 0; other sizes are no integers.
     """
     if capacity is None and not low_latency:
         return None
+    num_experts, topk = as_integer("num_experts", num_experts), as_integer("topk", topk)
+    max_tokens = as_integer("max_tokens", max_tokens)
     per_rank = max(num_experts // world_size, 1)
     padding = per_rank * (alignment_of(low_latency) - 1)
     most = world_size * max_tokens * min(topk, per_rank) + padding

@@ -124,6 +124,9 @@ class MoE(nn.Module):
         alike |= {"low_latency": low_latency, "exchange": type(exchange), "dtype": dtype, "num_sm": num_sm}
         alike |= {"timeout_s": timeout_s, "local_world_size": local_world_size, "activation": activation}
         alike |= {"gated": gated, "limit": limit, "alpha": alpha, "up_offset": up_offset, "bias": bias}
+        alike |= {"separate": separate, "prepared": prepared, "params_dtype": params_dtype}
+        # Of these only the kind: objects differ between processes.
+        alike |= {"router": _kind(router, callable), "shared": _kind(shared, lambda each: isinstance(each, nn.Module))}
         check_agreement(group, alike)
         check_precision(payload, precision)
         check_sizes(hidden, ffn, payload)
@@ -346,6 +349,12 @@ class MoE(nn.Module):
         sizes = self._connection.sizes
         rows = "exact" if sizes.capacity is None else f"capacity={sizes.capacity}"
         return f"top-{sizes.topk} of {sizes.num_experts}, max_tokens={sizes.max_tokens}, {rows}"
+
+
+def _kind(given: Any, fits: Callable[[Any], bool]) -> Any:
+    if given is None or given is False:
+        return given
+    return "given" if fits(given) and not isinstance(given, type) else f"of type {type(given).__name__}"
 
 
 def _default_device() -> torch.device:
