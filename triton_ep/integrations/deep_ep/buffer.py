@@ -13,13 +13,7 @@ import torch.distributed as dist
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import RecvHook
-from triton_ep.errors import (
-    CapacityError,
-    ConfigError,
-    FinalizedError,
-    InputError,
-    StaleHandleError,
-)
+from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange import steps
 from triton_ep.exchange.checks import check_out
 from triton_ep.exchange.landings import COMPACT, CompactRows, SentCompact
@@ -37,15 +31,15 @@ from triton_ep.integrations.deep_ep.arguments import (
     sum_of_counts,
 )
 from triton_ep.integrations.deep_ep.config import Config, check_room, longest_row, low_latency_bytes
-from triton_ep.integrations.deep_ep.fp8 import (
-    QuantizedRows,
-    check_hidden,
-    check_quantizable,
-    quantized,
-    sendable,
-)
+from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, check_quantizable, quantized, sendable
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
-from triton_ep.integrations.deep_ep.layers import layers_of, report_refusal, room_for
+from triton_ep.integrations.deep_ep.layers import (
+    layers_of,
+    low_latency_sizes,
+    more_than_share,
+    report_refusal,
+    room_for,
+)
 from triton_ep.integrations.deep_ep.signals import per_block, per_expert
 from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
@@ -381,12 +375,8 @@ class Buffer:
             layer = self._outgrow(kind, share)
         order = {} if pair is not None else order_of(previous_event, async_finish)
         num_rows = num_worst_tokens or None
-        if num_rows is not None and data.shape[0] > layer.config.max_tokens:
-            refused = InputError(
-                f"dispatch got {data.shape[0]} tokens on rank {self.rank}; num_worst_tokens={num_rows} on "
-                f"{self.group_size} ranks lets each have {share}. Pass, on all ranks, at least {self.group_size} times "
-                "the largest number of tokens."
-            )
+        if num_rows is not None:
+            refused = refused or more_than_share(layer, data.shape[0], num_rows)
         while True:
             self._latest = self._pool.found[self._number, num_experts, num_sm, Buffer.budgeted] = layer
             try:
@@ -737,19 +727,8 @@ class Buffer:
         key = (self._number, hidden, topk, num_experts, dtype, num_sm, max_tokens, variant)
         layer = self._pool.found.get(key)
         if layer is None:
-            sizes = LayerSizes(
-                hidden,
-                topk,
-                num_experts,
-                dtype,
-                num_sm,
-                self._timeout_s,
-                capacity=self.group_size * max_tokens * min(topk, num_experts // self.group_size),
-                max_tokens=max_tokens,
-                low_latency=True,
-                enable_local_combine=True,
-                variant=variant,
-            )
+            given = (hidden, topk, num_experts, dtype, num_sm, self._timeout_s)
+            sizes = low_latency_sizes(LayerSizes(*given, max_tokens=max_tokens, variant=variant), self.group_size)
             layer = self._pool.found[key] = self._pool.get(sizes, user=self._number)
         return layer
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from triton_ep.errors import InputError, PeerFailed, WaitTimeout
-from triton_ep.integrations.layer_pool import LayerPool, free_shared, shared_pool
+from triton_ep.integrations.layer_pool import LayerPool, LayerSizes, free_shared, shared_pool
 from triton_ep.layer import EPAll2AllLayer
 
 _STEP = 64
@@ -32,6 +32,25 @@ def room_for(num_tokens: int) -> int:
     """`max_tokens` of a layer for `num_tokens`: rounded up to a step, so that slightly larger batches reuse the
     layer."""
     return -(-max(num_tokens, 1) // _STEP) * _STEP
+
+
+def low_latency_sizes(sizes: LayerSizes, num_ranks: int) -> LayerSizes:
+    """The same sizes for a low-latency layer with room for the most rows that can arrive."""
+    most = num_ranks * sizes.max_tokens * min(sizes.topk, sizes.num_experts // num_ranks)
+    return sizes._replace(capacity=most, low_latency=True, enable_local_combine=True)
+
+
+def more_than_share(layer: EPAll2AllLayer, num_tokens: int, num_rows: int) -> InputError | None:
+    """The error of a rank that has more tokens than the layer has room for, in a call that returns `num_rows` rows and
+    waits for no count, so that the layer cannot grow; None: it has room."""
+    cfg = layer.config
+    if num_tokens <= cfg.max_tokens:
+        return None
+    return InputError(
+        f"dispatch got {num_tokens} tokens on rank {cfg.rank}; num_worst_tokens={num_rows} on {cfg.world_size} ranks "
+        f"lets each have {-(-num_rows // cfg.world_size)}. Pass, on all ranks, at least {cfg.world_size} times the largest "
+        "number of tokens."
+    )
 
 
 def release(group: Any = None) -> None:
