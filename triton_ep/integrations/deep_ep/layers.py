@@ -48,8 +48,8 @@ def more_than_share(layer: EPAll2AllLayer, num_tokens: int, num_rows: int) -> In
         return None
     return InputError(
         f"dispatch got {num_tokens} tokens on rank {cfg.rank}; num_worst_tokens={num_rows} on {cfg.world_size} ranks "
-        f"lets each have {-(-num_rows // cfg.world_size)}. Pass, on all ranks, at least {cfg.world_size} times the largest "
-        "number of tokens."
+        f"lets each have {-(-num_rows // cfg.world_size)}. Pass, on all ranks, at least {cfg.world_size} times the "
+        "largest number of tokens."
     )
 
 
