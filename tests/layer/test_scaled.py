@@ -35,6 +35,7 @@ KINDS = (
     Kind("e4m3_by_128_padded", torch.float8_e4m3fn, torch.float32, 256, {"alignment": 8}),
     Kind("e5m2_by_32", torch.float8_e5m2, torch.float8_e8m0fnu, 160, {}),
     Kind("bytes_by_64_local", torch.uint8, torch.bfloat16, 64, {"enable_local_combine": True}),
+    Kind("shorter_than_its_padding", torch.uint8, torch.uint8, 32, {}),
     Kind("e4m3_static", torch.float8_e4m3fn, torch.int32, 128, {"capacity": 160, "alignment": 4}),
 )
 
@@ -121,6 +122,7 @@ def _check_compact(
     [
         *((1, 2, kind) for kind in KINDS),
         (2, 1, KINDS[3]),
+        (2, 1, KINDS[4]),
         (2, 1, KINDS[2]),
         *(pytest.param(2, 2, kind, marks=pytest.mark.on_gpus) for kind in (KINDS[0], KINDS[2])),
     ],

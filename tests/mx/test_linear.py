@@ -308,3 +308,12 @@ def test_mistakes_are_named(mistake: Any, text: str) -> None:
         mistake(model)
     if text != "already":
         assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_bias_has_one_value_per_column() -> None:
+    """Another shape is refused; another dtype does not change that of the result."""
+    x, weight = (torch.randn(rows, 32, device=DEVICE).bfloat16() for rows in (2, 4))
+    assert mx_linear(x, weight, torch.randn(4, device=DEVICE)).dtype == torch.bfloat16
+    for shape in ((1,), (2, 1), (3, 2, 4), (5,)):
+        with pytest.raises(InputError, match=r"bias must be \[4\], it is"):
+            mx_linear(x, weight, torch.zeros(shape, device=DEVICE).bfloat16())

@@ -7,7 +7,8 @@ import torch
 
 from tests.mx.blocks import DEVICE
 from triton_ep import MXTensor
-from triton_ep.mx.nvfp4 import NVFP4Tensor
+from triton_ep.errors import InputError
+from triton_ep.mx.nvfp4 import NVFP4Tensor, per_tensor_amax_to_scale
 
 pytestmark = pytest.mark.plain
 
@@ -47,3 +48,30 @@ def test_inference_mode(quantize: Any) -> None:
     with torch.inference_mode():
         outside[0].copy_(outside[1])
     assert torch.equal(outside[0], outside[1])
+
+
+@pytest.mark.parametrize("kind", ["mx", "nvfp4"])
+def test_an_assignment_to_data_replaces_the_values(kind: str) -> None:
+    """Of the same class: all parts, and format, dtype and shape. Another class is refused."""
+    quantise = MXTensor.to_mx if kind == "mx" else NVFP4Tensor.to_nvfp4
+    first, second = (quantise(torch.randn(4, 64, device=DEVICE)) for _ in range(2))
+    parameter = torch.nn.Parameter(first, requires_grad=False)
+    parameter.data = second
+    assert torch.equal(parameter, second) and torch.equal(parameter.data, second)
+    assert isinstance(parameter, torch.nn.Parameter)
+    smaller = quantise(torch.randn(2, 32, device=DEVICE).bfloat16())
+    parameter.data = smaller
+    assert (parameter.shape, parameter.dtype, parameter.orig_dtype) == (smaller.shape, torch.bfloat16, torch.bfloat16)
+    assert torch.equal(parameter.dequantize(), smaller.dequantize())
+    with pytest.raises(InputError, match=r"Tensor \[2, 32\] cannot be assigned to `data`"):
+        parameter.data = torch.zeros(2, 32, device=DEVICE)
+
+
+def test_matmul_of_matrices_with_a_scale_each() -> None:
+    """torch.matmul expands both operands to the shape that they have."""
+    x = torch.randn(3, 4, 64, device=DEVICE)
+    scale = per_tensor_amax_to_scale(x.abs().amax((1, 2), keepdim=True))
+    quantised = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
+    values = quantised.dequantize()
+    assert torch.equal(quantised @ quantised.mT, values @ values.mT)
+    assert torch.equal(x @ quantised.mT, x @ values.mT)

@@ -125,6 +125,9 @@ def combine(
             "autograd.combine got a descriptor of a dispatch with full_scatter_indices, but its backward pass would "
             "get rows in the computed order. Dispatch without them, or use layer.combine, which has no gradient."
         )
+    for name, given in (("y", y), ("weights", weights)):
+        if not isinstance(given, torch.Tensor) and not (given is None and name == "weights"):
+            raise InputError(f"{name} of combine must be a tensor, got {type(given).__name__}.")
     result: torch.Tensor = torch.ops.triton_ep.combine(
         y, weights, ops.tensors_of(layout_desc), layout_desc.num_recv_rows, _key(layer)
     )

@@ -10,7 +10,7 @@ S splits row length, P programs, Q chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -110,10 +110,17 @@ class Sizes:
         c = self.config
         return placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["overflow"][0] + 1
 
+    @cached_property
+    def wire_bytes(self) -> int:
+        """Bytes of the longest row in dispatch: of the layer's format, or of one-byte rows with scales, whose padding
+        makes them longer than 32 two-byte elements."""
+        scaled = self.config.hidden % 32 == 0
+        return max(self.shape.wire_bytes, replace(self.shape, payload="mxfp8").wire_bytes if scaled else 0)
+
     @property
     def message_meta_offset(self) -> int:
         """Byte offset of the tables in a network message row."""
-        return -(-self.shape.wire_bytes // 16) * 16
+        return -(-self.wire_bytes // 16) * 16
 
     @property
     def message_bytes(self) -> int:
@@ -186,7 +193,7 @@ BUFFERS: tuple[Buffer, ...] = (
     Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
     Buffer(
         "stage_x",
-        lambda s: (s.arrival_rows, s.shape.wire_bytes),
+        lambda s: (s.arrival_rows, s.wire_bytes),
         _fixed(torch.uint8),
         "dispatch push, forward and copy engines of the ranks of this node",
         "dispatch expand, copies for backward passes",
@@ -303,7 +310,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "ll_stage_x",
-        lambda s: (2, _low_latency_rows(s), s.shape.wire_bytes),
+        lambda s: (2, _low_latency_rows(s), s.wire_bytes),
         _fixed(torch.uint8),
         "low-latency dispatch of every rank, part = source",
         "low-latency dispatch",

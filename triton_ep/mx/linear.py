@@ -154,9 +154,11 @@ def linear_by(
     lowered_x, lowered_weight, lowered_bias = autocast(x, weight, bias)
     assert lowered_x is not None and lowered_weight is not None, "they were not None"
     check_operands(lowered_x, lowered_weight)
+    if lowered_bias is not None and lowered_bias.shape != lowered_weight.shape[:1]:
+        raise InputError(f"bias must be [{lowered_weight.shape[0]}], it is {list(lowered_bias.shape)}.")
     rows: torch.Tensor = product.apply(flat(lowered_x), lowered_weight, config)
     out = rows if x.dim() == 2 else rows.reshape([*x.shape[:-1], rows.shape[-1]])
-    return out if lowered_bias is None else out + lowered_bias
+    return out if lowered_bias is None else out + lowered_bias.to(out.dtype)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

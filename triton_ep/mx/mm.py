@@ -49,6 +49,8 @@ def mx_mm(
         raise InputError(f"a must be [M, K] and b [K, N]; they are {list(a.shape)} and {list(b.shape)}.")
     if not (isinstance(a, MXTensor) or isinstance(b, MXTensor)):
         raise InputError(f"neither a nor b is an MXTensor: {type(a).__name__} and {type(b).__name__}.")
+    if bias is not None and bias.shape != b.shape[1:]:
+        raise InputError(f"bias must be [{b.shape[1]}], it is {list(bias.shape)}.")
     if path not in PATHS:
         raise InputError(f"path is {path!r}; choose one of {', '.join(map(repr, PATHS))}.")
     out_dtype = torch.promote_types(a.dtype, b.dtype) if out_dtype is None else out_dtype

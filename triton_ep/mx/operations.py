@@ -80,6 +80,28 @@ class BlockTensor(torch.Tensor):
         parts = fn(self.qdata.view(torch.uint8)), fn(self.scale.view(torch.uint8))
         return self._with(*parts, block_dim=self.block_dim if block_dim is None else block_dim)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """This tensor outside autograd. An assignment of a tensor of the same class replaces all parts and the format.
+
+        Raises:
+            InputError: assigned is a tensor of another class, which would have to be quantised.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, BlockTensor) or other.__tensor_flatten__()[0] != self.__tensor_flatten__()[0]:
+            raise InputError(
+                f"{type(other).__name__} {list(other.shape)} cannot be assigned to `data` of {type(self).__name__} "
+                f"{list(self.shape)}: quantise it in that format."
+            )
+        # The wrapper holds shape and dtype, attributes hold the parts: both must change.
+        torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
+        names, context = other.__tensor_flatten__()
+        for name in (*names, *context):
+            setattr(self, name, getattr(other, name))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_blocks(self)
 
@@ -219,8 +241,10 @@ class Operations:
         return x._apply(lambda part: part.squeeze(gone), x.block_dim + sum(axis > x.block_dim for axis in gone))
 
     def _expand(self, func: Any, x: BlockTensor, size: Sequence[int], **kwargs: Any) -> Any:
-        self._check(func, x)
         size = list(size)
+        if len(size) == x.dim() and all(new in (-1, old) for new, old in zip(size, x.shape, strict=True)):
+            return self._handlers[aten.alias.default](aten.alias.default, x)
+        self._check(func, x)
         if len(size) < -x.block_dim or size[x.block_dim] not in (-1, x.shape[x.block_dim]):
             raise cuts_blocks(func, x)
         size[x.block_dim] = -1
