@@ -399,6 +399,10 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
         with pytest.raises(StaleHandleError, match="another layer"):
             autograd.combine(layer, x, desc)
         scattered = replace(autograd.dispatch(layer, x, topk_idx)[2], full_scatter=True)
+        own = replace(scattered, full_scatter=False)
+        for wrong, weights, words in ((None, None, "y of combine"), (x, [1.0], "weights of combine")):
+            with pytest.raises(InputError, match=f"{words} must be a tensor, got"):
+                autograd.combine(layer, wrong, own, weights)
         with pytest.raises(InputError, match="full_scatter_indices"):
             autograd.combine(layer, x, scattered)
         out = forward(layer)

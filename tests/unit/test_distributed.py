@@ -89,6 +89,8 @@ def _start_twice_and_again(folder: str) -> None:
         with pytest.raises(FinalizedError):
             heap.free(words)
         assert not dist.is_initialized()
+    initialize_distributed(timeout_s=LIMIT_S, heap_bytes=1000)  # less than a page
+    finalize_distributed()
     Path(folder, f"{rank}").write_text(json.dumps(seen))
 
 
