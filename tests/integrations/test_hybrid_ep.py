@@ -388,6 +388,8 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     with pytest.raises(InputError, match="NoneType"):
         buffer.combine_with_unpermute(hidden=again)
     alone = [dist.new_group([member]) for member in range(world_size)]
+    with pytest.raises(ConfigError, match=rf"topk is 99, but {world_size} ranks have {EXPERTS * world_size} experts"):
+        HybridEPBuffer(dist.group.WORLD, HIDDEN, 4, EXPERTS, topk=99)
     with pytest.raises(ConfigError, match="no process group of this process"):
         HybridEPBuffer(alone[(rank + 1) % world_size], HIDDEN, 4, EXPERTS)
     buffer.close()

@@ -67,6 +67,12 @@ def test_an_assignment_to_data_replaces_the_values(kind: str) -> None:
         parameter.data = torch.zeros(2, 32, device=DEVICE)
 
 
+def test_a_number_minus_a_tensor() -> None:
+    """By value, as the tensor minus a number."""
+    mx = MXTensor.to_mx(torch.randn(2, 32, device=DEVICE))
+    assert torch.equal(1 - mx, 1 - mx.dequantize())
+
+
 def test_matmul_of_matrices_with_a_scale_each() -> None:
     """torch.matmul expands both operands to the shape that they have."""
     x = torch.randn(3, 4, 64, device=DEVICE)

@@ -26,7 +26,7 @@ _BY_VALUE = (
     ("mm bmm addmm baddbmm mv dot linear", "default"),
     ("sum mean", "default dim_IntList dim"),
     ("amax amin max min any all abs neg isnan isinf equal linalg_vector_norm", "default"),
-    ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
+    ("add sub rsub mul div eq ne lt gt le ge", "Tensor Scalar"),
     ("add_ sub_ mul_ div_", "Tensor"),
 )
 

@@ -82,6 +82,8 @@ class HybridEPBuffer:
         most = check.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, ConfigError)
         num_local_experts = check.integer("num_local_experts", num_local_experts, 1, ConfigError)
         topk = check.optional_integer("topk", topk, 1, ConfigError)
+        if topk is not None and topk > num_local_experts * ranks:
+            raise ConfigError(f"topk is {topk}, but {ranks} ranks have {num_local_experts * ranks} experts.")
         ranks_per_node = check.optional_integer(
             "num_of_hybrid_ep_ranks_per_nvlink_domain", num_of_hybrid_ep_ranks_per_nvlink_domain, 1, ConfigError
         )
