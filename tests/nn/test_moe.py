@@ -345,7 +345,7 @@ def _config(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"num_experts": "4"}, "num_experts must be an integer of at least 1, got '4'"),
         ({"topk": None, "capacity": 1.5}, "topk must be an integer of at least 1, got None"),
         ({"max_tokens": "8", "capacity": 1.5}, "max_tokens must be an integer of at least 1, got '8'"),
-        ({"activation": ["silu"]}, r"activation must be a name, such as 'silu', got \['silu'\]"),
+        ({"activation": ["silu"]}, r"Activation.kind is \['silu'\], choose from silu"),
         ({"limit": "7"}, "limit must be a number or None, got '7'"),
         ({"alpha": None}, "alpha must be a number, got None"),
         ({"params_dtype": torch.float16}, "parameters of experts are torch.bfloat16 or torch.float32"),

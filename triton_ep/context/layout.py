@@ -10,7 +10,7 @@ S splits row length, P programs, Q chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -114,8 +114,8 @@ class Sizes:
     def wire_bytes(self) -> int:
         """Bytes of the longest row in dispatch: of the layer's format, or of one-byte rows with scales, whose padding
         makes them longer than 32 two-byte elements."""
-        scaled = self.config.hidden % 32 == 0
-        return max(self.shape.wire_bytes, replace(self.shape, payload="mxfp8").wire_bytes if scaled else 0)
+        has_scaled = self.config.hidden % 32 == 0
+        return max(self.shape.wire_bytes, self.shape.scaled.wire_bytes if has_scaled else 0)
 
     @property
     def message_meta_offset(self) -> int:

@@ -60,7 +60,7 @@ class RowFormats:
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.own = self.scaled = RowFormat(shape, dtype)
         if shape.payload is None:
-            self.scaled = RowFormat(replace(shape, payload="mxfp8"), dtype)
+            self.scaled = RowFormat(shape.scaled, dtype)
         self._narrow: dict[int, RowFormat] = {}
 
     def narrow(self, columns: int) -> RowFormat:

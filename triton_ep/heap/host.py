@@ -125,10 +125,8 @@ class HostHeap(SymmetricHeap):
             interpreter.unregister_heap(base)
         # Tensors over the memory may live on: their pages are freed now, the mapping with the last tensor. The control
         # page stays for peers that have not yet read why this rank failed.
-        own = self._maps[self.rank]
-        if met and len(own) > _CONTROL_BYTES:
-            own.madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
-        del own
+        if met and len(self._maps[self.rank]) > _CONTROL_BYTES:
+            self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
         del self._memory
         self._let_go()
 

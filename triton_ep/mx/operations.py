@@ -96,7 +96,8 @@ class BlockTensor(torch.Tensor):
                 f"{type(other).__name__} {list(other.shape)} cannot be assigned to `data` of {type(self).__name__} "
                 f"{list(self.shape)}: quantise it in that format."
             )
-        # The wrapper holds shape and dtype, attributes hold the parts: both must change.
+        # The wrapper holds shape and dtype, attributes hold the parts: both must change. torch's type stubs declare
+        # `data` as an attribute, not as the descriptor that it is.
         torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
         names, context = other.__tensor_flatten__()
         for name in (*names, *context):

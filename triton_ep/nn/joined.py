@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.nn.expert_block import ExpertBlock, Rows, Saved
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
-from triton_ep.nn.prepared import invalidate_after_steps, storage_of, version_of
+from triton_ep.nn.prepared import invalidate_after_steps, origin_of, storage_of
 
 
 class Joined:
@@ -26,7 +26,7 @@ class Joined:
     """
 
     def __init__(self) -> None:
-        self._made_of: tuple[int, ...] | None = None
+        self._made_of: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
         self._current = False
         self._storages: list[StorageWeakRef] = []
         self._both: torch.Tensor | None = None
@@ -63,11 +63,7 @@ class Joined:
             e, rows, *rest = first.shape
             both = self._both = first.new_empty(e, 2 * rows, *rest)
             self._made_of = None
-        made_of = tuple(
-            number
-            for half in (first, second)
-            for number in (half.untyped_storage()._cdata, half.data_ptr(), version_of(half))
-        )
+        made_of = origin_of(first), origin_of(second)
         if made_of != self._made_of or not self._current:
             torch.cat([first, second], 1, out=both if made_of != self._made_of else both.data)
             self._made_of, self._current = made_of, True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import torch
@@ -130,7 +129,6 @@ class MoE(nn.Module):
         check_agreement(group, alike)
         check_precision(payload, precision)
         check_sizes(hidden, ffn, payload)
-        _check_activation(activation, limit=limit, alpha=alpha, up_offset=up_offset)
         num_experts, topk = as_integer("num_experts", num_experts), as_integer("topk", topk)
         max_tokens = as_integer("max_tokens", max_tokens)
         if dtype is not torch.bfloat16:
@@ -360,18 +358,6 @@ def _kind(given: Any, fits: Callable[[Any], bool]) -> Any:
 def _default_device() -> torch.device:
     default = torch.get_default_device()
     return default if default.type == "meta" else current_heap().device
-
-
-def _check_activation(activation: Any, **factors: Any) -> None:
-    """Raise ConfigError for arguments of other types; `SwiGLUExperts` checks the values."""
-    if not isinstance(activation, str):
-        raise ConfigError(f"activation must be a name, such as 'silu', got {activation!r}.")
-    for name, value in factors.items():
-        if value is None and name == "limit":
-            continue
-        if isinstance(value, bool) or not isinstance(value, Real):
-            wanted = "a number or None" if name == "limit" else "a number"
-            raise ConfigError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def _in_rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:

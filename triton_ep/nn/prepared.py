@@ -20,8 +20,8 @@ PRECISIONS = ("default", "fast", "exact")
 USES = ("fprop", "dgrad")
 
 Copy = RowScaled | torch.Tensor
-_Identity = tuple[int, int, int, torch.Size, int]
-"""Storage, address, version counter and shape of a weight, and how often `invalidate` was called."""
+_Identity = tuple[tuple[int, int, int], torch.Size, int]
+"""`origin_of` and shape of a weight, and how often `invalidate` was called."""
 
 
 @dataclass
@@ -128,8 +128,7 @@ class PreparedWeights:
 
     def _identity(self, weight: torch.Tensor) -> _Identity:
         memory = weight.qdata if isinstance(weight, MXTensor) else weight
-        storage: int = memory.untyped_storage()._cdata
-        return storage, memory.data_ptr(), version_of(memory), memory.shape, self._changes
+        return origin_of(memory), memory.shape, self._changes
 
     def _is_stale(self, key: tuple[Any, str], made_of: _Identity) -> bool:
         """Whether the copy is kept, but out of date."""
@@ -170,9 +169,9 @@ def storage_of(weight: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(memory.untyped_storage())
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The version counter; 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
+def origin_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Storage, address and version counter; of an inference tensor, which has no counter, 0."""
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _values(weight: torch.Tensor, use: str, old: Copy | None) -> torch.Tensor:

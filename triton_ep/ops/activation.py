@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.plans.experts import KINDS
@@ -30,8 +31,13 @@ class Activation(NamedTuple):
 def check_activation(activation: Activation) -> None:
     """Raise ConfigError for an activation that no kernel computes."""
     kind, gated, limit, alpha, up_offset = activation
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"Activation.kind is {kind!r}, choose from {', '.join(KINDS)}.")
+    numbers: dict[str, Any] = {"limit": 0.0 if limit is None else limit, "alpha": alpha, "up_offset": up_offset}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            wanted = "a number or None" if name == "limit" else "a number"
+            raise ConfigError(f"Activation.{name} must be {wanted}, got {value!r}.")
     if limit is not None and not (isfinite(limit) and limit > 0):
         raise ConfigError(f"Activation.limit is {limit}; it must be positive and finite, or None.")
     if not isfinite(alpha) or (alpha != 1.0 and kind != "silu"):

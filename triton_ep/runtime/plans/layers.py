@@ -84,7 +84,7 @@ def layer_requests(s: Shape, uses: LayerCalls | None = None) -> list[KernelReque
         if uses.gradients and True in uses.weights:
             found += _weighted_rows(s)
         if uses.fp8_rows:
-            found += [*_places(_scaled(s), uses), *_dispatch(_scaled(s), uses, quantize=False)]
+            found += [*_places(s.scaled, uses), *_dispatch(s.scaled, uses, quantize=False)]
         if uses.compact:
             found += _compact_rows(s, uses, given)
     if uses.slabs:
@@ -145,11 +145,6 @@ def _places(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
                 yield KernelRequest.of(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
 
 
-def _scaled(s: Shape) -> Shape:
-    """The shape for one-byte rows with scales, which travel like MXFP8 rows."""
-    return replace(s, payload="mxfp8")
-
-
 def _words(row_bytes: int, pointer: str, has_scales: bool = False) -> tuple[dict[str, str], dict[str, int], int]:
     """Types and integers of a kernel that takes rows in words, and the number of words per row.
 
@@ -199,7 +194,7 @@ def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[Ker
     for ids in given.ids:
         yield KernelRequest.of(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
     for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
-        shape = _scaled(s) if scales else s
+        shape = s.scaled if scales else s
         types, numbers, row_words = _words(row_bytes, "recv_x_ptr", scales)
         # Without ids, a pointer to int32 stands in for them.
         yield KernelRequest.of(
@@ -264,7 +259,7 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
     if uses.fp8_rows:
         quantisable = s.token == "bf16" and s.hidden % CHANNELS == 0
-        yield from _low_latency_dispatch(_scaled(s), [MX] + [QUANTISE_CHANNELS] * quantisable, uses, scaled=True)
+        yield from _low_latency_dispatch(s.scaled, [MX] + [QUANTISE_CHANNELS] * quantisable, uses, scaled=True)
     hidden = {"hidden": s.hidden}
     kinds = [LL_NO_WEIGHTS] * (False in uses.weights) + [LL_ROW_WEIGHTS, LL_TOKEN_WEIGHTS] * (True in uses.weights)
     for kind in kinds:

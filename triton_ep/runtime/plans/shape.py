@@ -7,7 +7,7 @@ multiprocessors decides only grids.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -203,6 +203,11 @@ class Shape:
         if self.payload is None:
             return self.payload_bytes
         return -(-(self.hidden + self.hidden // 32) // ROW_UNIT) * ROW_UNIT
+
+    @property
+    def scaled(self) -> Shape:
+        """The shape for one-byte rows with scales, which travel like MXFP8 rows."""
+        return replace(self, payload="mxfp8")
 
     def common(self, *names: str) -> dict[str, Any]:
         """Constexprs shared by several kernels, by name."""
