@@ -285,6 +285,17 @@ MISTAKES = {
     "twice": (lambda m: (quantize_(m, MXWeightOnlyConfig()), quantize_(m, MXWeightOnlyConfig(), _all)), "already"),
     "in_features": (lambda m: quantize_(nn.Linear(40, 8), MXWeightOnlyConfig()), "40 input features"),
     "element": (lambda m: quantize_(m, MXWeightOnlyConfig("fp5")), "fp5"),
+    "element of inputs": (lambda m: quantize_(m, MXDynamicActivationMXWeightConfig("fp5")), "fp5"),
+    "path": (lambda m: quantize_(m, MXDynamicActivationMXWeightConfig(path="cutlass")), "path is 'cutlass'"),
+    "no block": (lambda m: quantize_(m, MXWeightOnlyConfig(block_size=0)), "the weight of inner.0 .* block_size, 0"),
+    "dtype of the last layer": (
+        lambda m: (m.head.double(), quantize_(m, MXWeightOnlyConfig())),
+        "the weight of head .*torch.float64",
+    ),
+    "dtype of the last layer, NVFP4": (
+        lambda m: (m.head.double(), quantize_(m, NVFP4WeightOnlyConfig())),
+        "the weight of head .*torch.float64",
+    ),
     "path": (lambda m: MXLinearConfig(path="fast"), "fast"),
     "block": (lambda m: MXLinearConfig(torch.float4_e2m1fn_x2, block_size=7), "whole bytes"),
     "mode": (lambda m: MXLinearConfig(scaling_mode="nearest"), "nearest"),

@@ -19,6 +19,7 @@ from triton_ep.mx.convert import (
     MXDynamicActivationMXWeightConfig,
     MXWeightOnlyConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
+    NVFP4WeightOnlyConfig,
     quantize_,
 )
 from triton_ep.mx.nvfp4 import NVFP4Tensor
@@ -293,3 +294,24 @@ def test_requires_grad_is_kept() -> None:
     leaf = MXTensor.to_mx(_x(2, 32)).requires_grad_()
     assert pickle.loads(pickle.dumps(leaf)).requires_grad
     assert not pickle.loads(pickle.dumps(leaf.detach())).requires_grad
+
+
+@pytest.mark.parametrize("config", [MXWeightOnlyConfig(), NVFP4WeightOnlyConfig()], ids=["mx", "nvfp4"])
+def test_parameters_stay_parameters(config: MXWeightOnlyConfig | NVFP4WeightOnlyConfig, tmp_path: Path) -> None:
+    """A pickled model has the parameters that it had; before, quantised ones came back as tensors, which no optimizer
+    and no `to` finds."""
+    layer = nn.Linear(64, 32).to(DEVICE, torch.bfloat16)
+    quantize_(layer, config)
+    layer.weight.requires_grad_(True)
+    torch.save(layer, tmp_path / "layer")
+    for again in (pickle.loads(pickle.dumps(layer)), torch.load(tmp_path / "layer", weights_only=False)):
+        assert isinstance(again.weight, nn.Parameter) and type(again.weight) is type(layer.weight)
+        assert again.weight.requires_grad
+        assert torch.equal(again.weight.qdata.view(torch.uint8), layer.weight.qdata.view(torch.uint8))
+    assert not isinstance(pickle.loads(pickle.dumps(layer.weight.detach())), nn.Parameter)
+
+
+def test_files_of_older_programs_have_no_mark_of_parameters() -> None:
+    """What was pickled before parameters were marked can be read."""
+    rebuild, (*arguments, _) = MXTensor.to_mx(_x(2, 32)).__reduce_ex__(4)
+    assert torch.equal(rebuild(*arguments).dequantize(), MXTensor.to_mx(_x(2, 32)).dequantize())

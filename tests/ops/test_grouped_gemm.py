@@ -130,6 +130,17 @@ def test_errors() -> None:
         bf16_wgrad(a, a, ends, 2, out_dtype=torch.float64)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the host would have to wait for the values")
+@pytest.mark.parametrize("bounds", [[2, 1], [2, 4], [-1, 3], [1, 2, 3]], ids=str)
+def test_groups_that_do_not_follow_one_another(bounds: list[int]) -> None:
+    """Groups that overlap, leave out the first rows, or end past the last row are refused: they would multiply rows by
+    other matrices, or read and write other memory."""
+    a, b_t, ends = operands(Case((2, 1), n=8, k=40))
+    for call in (lambda offs: bf16_gemm(a, b_t, offs), lambda offs: bf16_wgrad(a, a, offs, 2)):
+        with pytest.raises(InputError, match="must begin at row 0, follow one another, and end at 3 or before"):
+            call(ends.new_tensor(bounds))
+
+
 def test_oracle_of_one_group_is_a_matmul() -> None:
     """For one group, the oracle's float64 loop and its gradients equal those of a matmul."""
     a = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from triton_ep.distributed.dtensors import is_dtensor
 from triton_ep.errors import InputError
 from triton_ep.mx.formats import BLOCK, ScalingMode, elem_format
 from triton_ep.mx.linear import MXLinear, MXLinearConfig, flat
-from triton_ep.mx.mm import mx_mm
+from triton_ep.mx.mm import check_path, mx_mm
 from triton_ep.mx.nvfp4 import BLOCK as NVFP4_BLOCK
 from triton_ep.mx.nvfp4 import NVFP4Tensor, per_tensor_amax_to_scale
 from triton_ep.mx.nvfp4_linear import NVFP4Linear, NVFP4LinearConfig
@@ -132,33 +133,54 @@ def is_linear(module: nn.Module, name: str) -> bool:
     return type(module) is nn.Linear and not isinstance(module.weight, MXTensor | NVFP4Tensor)
 
 
-def _check(linear: nn.Linear, name: str, block_size: int) -> None:
+def _check_config(config: Any) -> None:
+    """Raise InputError unless this is a configuration whose names are known."""
+    if not isinstance(config, Config):
+        names = ", ".join(each.__name__ for each in get_args(Config))
+        raise InputError(f"config is {config!r:.80}; it must be one of {names}.")
+    if isinstance(config, WeightConfig):
+        elem_format(config.weight_dtype)
+        ScalingMode.parse(config.scaling_mode)
+    if isinstance(config, MXDynamicActivationMXWeightConfig):
+        elem_format(config.activation_dtype)
+        check_path(config.path)
+
+
+def _check(linear: nn.Linear, name: str, config: WeightConfig | NVFP4Config) -> None:
+    """Raise InputError unless the layer's weight can be quantised."""
+    name = name or "the model"
     if isinstance(linear.weight, MXTensor | NVFP4Tensor):
-        raise InputError(f"{name or 'the model'} is quantised already: {linear.weight!r}.")
-    if linear.in_features % block_size:
+        raise InputError(f"{name} is quantised already: {linear.weight!r}.")
+    if is_dtensor(linear.weight) and isinstance(config, NVFP4Config):
+        raise InputError(f"the weight of {name} is a DTensor; only the MX configurations take one.")
+    block_size = config.block_size if isinstance(config, WeightConfig) else NVFP4_BLOCK
+    if block_size > 0 and linear.in_features % block_size:
         raise InputError(
-            f"{name or 'the model'} has {linear.in_features} input features, blocks have {block_size} values; leave it "
-            "out with filter_fn."
+            f"{name} has {linear.in_features} input features, blocks have {block_size} values; leave it out with "
+            "filter_fn."
         )
+    try:
+        _quantized(torch.empty(0, linear.in_features, dtype=linear.weight.dtype), config)
+    except InputError as error:
+        raise InputError(f"the weight of {name} cannot be quantised: {error}") from error
+
+
+def _quantized(weight: torch.Tensor, config: WeightConfig | NVFP4Config) -> torch.Tensor:
+    if isinstance(config, WeightConfig):
+        return MXTensor.to_mx(weight, config.weight_dtype, config.block_size, config.scaling_mode)
+    return _to_nvfp4(weight, config.use_dynamic_per_tensor_scale)
 
 
 @torch.no_grad()
-def _convert(linear: nn.Linear, name: str, config: Config) -> None:
+def _convert(linear: nn.Linear, config: Config) -> None:
     if isinstance(config, MXLinearConfig):
         MXLinear.from_float(linear, config)
         return
     if isinstance(config, NVFP4LinearConfig):
         NVFP4Linear.from_float(linear, config)
         return
-    weight: torch.Tensor
-    if isinstance(config, MXWeightOnlyConfig | MXDynamicActivationMXWeightConfig):
-        _check(linear, name, config.block_size)
-        weight = MXTensor.to_mx(linear.weight, config.weight_dtype, config.block_size, config.scaling_mode)
-    else:
-        _check(linear, name, NVFP4_BLOCK)
-        weight = _to_nvfp4(linear.weight, config.use_dynamic_per_tensor_scale)
     sharded = is_dtensor(linear.weight)
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    linear.weight = nn.Parameter(_quantized(linear.weight, config).detach(), requires_grad=False)
     if sharded or isinstance(config, MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig):
         linear.__class__ = QuantizedLinear
         assert isinstance(linear, QuantizedLinear), "its class was just set"
@@ -177,16 +199,7 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Callable[[nn.Module, 
         InputError: `config` is not a configuration, or a chosen module is not a torch.nn.Linear or does not fit. The
             model is unchanged then.
     """
-    known = (
-        MXLinearConfig,
-        NVFP4LinearConfig,
-        MXWeightOnlyConfig,
-        MXDynamicActivationMXWeightConfig,
-        NVFP4WeightOnlyConfig,
-        NVFP4DynamicActivationNVFP4WeightConfig,
-    )
-    if not isinstance(config, known):
-        raise InputError(f"config is {config!r:.80}; it must be one of {', '.join(each.__name__ for each in known)}.")
+    _check_config(config)
     chosen = [(name, module) for name, module in model.named_modules() if (filter_fn or is_linear)(module, name)]
     for name, module in chosen:
         if type(module) is not nn.Linear:
@@ -194,16 +207,8 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Callable[[nn.Module, 
             raise InputError(
                 f"filter_fn chose {what}; only torch.nn.Linear can be turned into {type(config).__name__}'s."
             )
-        if isinstance(config, MXWeightOnlyConfig | MXDynamicActivationMXWeightConfig):
-            elem_format(config.weight_dtype)
-            ScalingMode.parse(config.scaling_mode)
-            _check(module, name, config.block_size)
-        elif isinstance(config, NVFP4WeightOnlyConfig | NVFP4DynamicActivationNVFP4WeightConfig):
-            _check(module, name, NVFP4_BLOCK)
-            if is_dtensor(module.weight):
-                raise InputError(
-                    f"the weight of {name or 'the model'} is a DTensor; only the MX configurations take one."
-                )
-    for name, module in chosen:
+        if isinstance(config, WeightConfig | NVFP4Config):
+            _check(module, name, config)
+    for _, module in chosen:
         assert isinstance(module, nn.Linear), "checked above"
-        _convert(module, name, config)
+        _convert(module, config)

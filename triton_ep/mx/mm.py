@@ -51,8 +51,7 @@ def mx_mm(
         raise InputError(f"neither a nor b is an MXTensor: {type(a).__name__} and {type(b).__name__}.")
     if bias is not None and bias.shape != b.shape[1:]:
         raise InputError(f"bias must be [{b.shape[1]}], it is {list(bias.shape)}.")
-    if path not in PATHS:
-        raise InputError(f"path is {path!r}; choose one of {', '.join(map(repr, PATHS))}.")
+    check_path(path)
     out_dtype = torch.promote_types(a.dtype, b.dtype) if out_dtype is None else out_dtype
     check_high_precision(out_dtype, "out_dtype")
     obstacle = hardware_obstacle(a, b) if path != "emulated" else ""
@@ -62,6 +61,12 @@ def mx_mm(
         raise InputError(f'path "hardware" cannot be taken: {obstacle}. Use "auto" or "emulated".')
     out = _hardware(a, b, out_dtype) if obstacle is None else _emulated(a, b, out_dtype)
     return out if bias is None else out + bias.to(out_dtype)
+
+
+def check_path(path: str) -> None:
+    """Raise InputError unless this is the name of a path."""
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}; choose one of {', '.join(map(repr, PATHS))}.")
 
 
 def hardware_obstacle(a: torch.Tensor, b: torch.Tensor) -> str | None:

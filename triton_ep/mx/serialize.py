@@ -120,10 +120,16 @@ def rebuild(version: int, kind: str, parts: dict[str, torch.Tensor], context: di
 
 
 def rebuild_pickled(
-    version: int, kind: str, parts: dict[str, torch.Tensor], context: dict[str, Any], requires_grad: bool
+    version: int,
+    kind: str,
+    parts: dict[str, torch.Tensor],
+    context: dict[str, Any],
+    requires_grad: bool,
+    is_parameter: bool = False,
 ) -> torch.Tensor:
-    """Rebuild a tensor for `pickle` and `torch.load`; same errors as `rebuild`."""
-    return rebuild(version, kind, parts, context).requires_grad_(requires_grad)
+    """Rebuild a tensor or a parameter for `pickle` and `torch.load`; same errors as `rebuild`."""
+    blocks = rebuild(version, kind, parts, context)
+    return torch.nn.Parameter(blocks, requires_grad) if is_parameter else blocks.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([rebuild_pickled])  # torch.load(weights_only=True)
@@ -133,7 +139,8 @@ def reduce_blocks(blocks: torch.Tensor) -> tuple[Any, ...]:
     """Result of `__reduce_ex__` of a block-scaled tensor."""
     kind, parts, context = _take_apart(blocks)
     parts["qdata"] = parts["qdata"].view(torch.uint8)
-    return rebuild_pickled, (FORMAT_VERSION, kind, parts, context, blocks.requires_grad)
+    is_parameter = isinstance(blocks, torch.nn.Parameter)
+    return rebuild_pickled, (FORMAT_VERSION, kind, parts, context, blocks.requires_grad, is_parameter)
 
 
 def flatten_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -5,6 +5,7 @@ The entry point is `ops.grouped_gemm`, which also takes MX operands.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ def tile_for(num_rows: int, num_experts: int, tma: bool) -> Tile:
     return SMALL if num_rows <= 64 * num_experts else LARGE
 
 
-def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
+def group_ends(offs: torch.Tensor, num_experts: int, num_rows: int | None = None) -> torch.Tensor:
     """[E] int32, the end of each group (one past its last row), from [E] ends or [E + 1] starts with the total last.
 
     Raises:
-        InputError: another shape or dtype.
+        InputError: another shape or dtype. Given `num_rows`, on the CPU also starts that do not begin with 0, or ends
+            that decrease or lie past these rows; to see that on a GPU, the host would have to wait for it.
     """
     if not isinstance(offs, torch.Tensor):
         raise InputError(f"offs is a {type(offs).__name__}; it must be a tensor [E] int32 on the device of the rows.")
@@ -60,6 +62,14 @@ def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
             f"offs has {offs.shape[0]} entries; {num_experts} experts need {num_experts} ends or "
             f"{num_experts + 1} starts with the number of rows last."
         )
+    if num_rows is not None and offs.device.type == "cpu":
+        bounds = offs.tolist()
+        starts = bounds if len(bounds) > num_experts else [0, *bounds]
+        if starts[0] != 0 or starts[-1] > num_rows or any(first > second for first, second in pairwise(starts)):
+            raise InputError(
+                f"offs is {bounds} for {num_rows} rows; groups must begin at row 0, follow one another, and end at "
+                f"{num_rows} or before."
+            )
     return offs[offs.shape[0] - num_experts :].to(torch.int32).contiguous()
 
 
@@ -127,7 +137,7 @@ def bf16_gemm(
         raise InputError(f"a has K = {k}, b_t has K = {b_t.shape[1]}.")
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
-    ends = group_ends(offs, num_experts)
+    ends = group_ends(offs, num_experts, num_rows)
     if ends.device != a.device:
         raise InputError(f"offs is on {ends.device}, the rows are on {a.device}: move one of them.")
     out = a.new_empty(num_rows, n, dtype=out_dtype)
@@ -201,7 +211,7 @@ def bf16_wgrad(
     out_dtype = out_dtype if out is None else out.dtype
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
-    ends = group_ends(offs, num_experts)
+    ends = group_ends(offs, num_experts, x.shape[0])
     if ends.device != x.device:
         raise InputError(f"offs is on {ends.device}, the rows are on {x.device}: move one of them.")
     (num_rows, num_i), num_j = x.shape, y.shape[1]

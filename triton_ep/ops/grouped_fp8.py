@@ -108,7 +108,7 @@ def _result(
         raise InputError(f"the rows have K = {a.shape[1]}, the weights K = {w.shape[2]}.")
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
-    ends = group_ends(offs, w.shape[0])
+    ends = group_ends(offs, w.shape[0], a.shape[0])
     if not a.device == w.device == ends.device:
         raise InputError(f"rows, weights and offs are on {a.device}, {w.device} and {ends.device}.")
     return a.new_empty(a.shape[0], w.shape[1], dtype=out_dtype), ends
