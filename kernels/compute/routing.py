@@ -135,7 +135,7 @@ def count_chunk(job, counting, given, entries, num_chunks):
     num_columns = num_columns_of(job)
     experts = num_experts(job)
     _, _, offs, mask = _entries(entries.num_tokens, entries.TOPK, counting.KP, counting.BLOCK_T)
-    if given.BLOCK_E > 0:
+    if given.WORDS > 0:
         ids_ptr = counting.topk_idx_ptr
         fill_slots(given, ids_ptr, entries.num_tokens, experts, entries.TOPK, counting.KP, counting.BLOCK_T)
         tl.debug_barrier()  # other threads read the ids

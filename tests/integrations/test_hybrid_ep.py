@@ -441,7 +441,8 @@ def _counted(ctx: DispatchCombineContext, given: RoutingMap) -> routing_ops.Rout
 def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, device = nodes * ranks_per_node, current_heap().device
     generator = torch.Generator().manual_seed(rank)
-    sizes_of_maps = ((0, 8, 2), (5, 4, 3), (300, 8, 2), (37, 256, 8), (9, 602, 32))
+    # Words of 8 experts: parts of one, whole ones, more than are read at a time, with and without a part at the end.
+    sizes_of_maps = ((0, 8, 2), (5, 4, 3), (300, 8, 2), (37, 256, 8), (9, 602, 32), (17, 1040, 8))
     for tokens, experts, topk in sizes_of_maps:
         sizes = (max(tokens, 1), HIDDEN, topk, rank, experts, ranks_per_node, world_size)
         with EPAll2AllLayer(dist.group.WORLD, *sizes) as layer:
@@ -449,7 +450,11 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
                 routing_map = torch.rand(tokens, experts, generator=generator) < share
                 probs = torch.rand(tokens, experts, generator=generator)
                 ids, excess = reference.slots_of_map(routing_map, topk)
-                routed, given = routing_map.to(device), probs.to(device)
+                # Some start at an odd address, and some bytes of a view are neither 0 nor 1.
+                several = torch.where(routing_map, torch.randint(1, 256, routing_map.shape, generator=generator), 0)
+                odd = several.to(torch.uint8).flatten().to(device).view(torch.bool)
+                routed = torch.cat([odd.new_zeros(tokens % 8), odd])[tokens % 8 :].view(tokens, experts)
+                given = probs.to(device)
                 found = torch.zeros(1, dtype=torch.int32, device=device)
                 counted = _counted(layer.context, RoutingMap(routed, given, found))
                 assert counted.weights is not None

@@ -167,8 +167,11 @@ def _map_arguments(
     ctx: DispatchCombineContext, given: RoutingMap, weights: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Pointers of a kernel that reads a routing map, and writes the weights."""
+    routed = given.routed
+    if routed.data_ptr() % 8:
+        routed = routed.clone()  # the kernel reads words
     return {
-        "map_ptr": given.routed.view(torch.uint8) if INTERPRETING else given.routed,
+        "map_ptr": routed.view(torch.uint8) if INTERPRETING else routed,
         "probs_ptr": ctx.no_floats if given.probs is None else given.probs,
         "weights_ptr": ctx.no_floats if weights is None else weights,
         "excess_ptr": ctx.no_map["excess_ptr"] if given.excess is None else given.excess,

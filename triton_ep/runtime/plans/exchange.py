@@ -35,7 +35,9 @@ PACKED_BLOCKS = 512
 """Blocks of 32 that a program of the splits exchange quantises."""
 _FEW_RANKS = 8
 """Most ranks that have, with their nodes, a field each in a word of counts (kernels/compute/routing.py)."""
-_EXPERTS_OF_MAP = 128  # most experts of a routing map that are read at a time
+_WORDS_OF_MAP = 64
+"""Most words of 8 experts of a token in a routing map that are read at a time."""
+NO_MAP = {"WORDS": 0, "WHOLE": False, "HAS_PROBS": False, "COUNT_EXCESS": False}
 _SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
 """Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
@@ -63,8 +65,9 @@ EXPANDING = {"num_warps": 4, "maxnreg": 128}
 
 def of_map(s: Shape, has_probs: bool, count_excess: bool) -> Mapping[str, Any]:
     """Compile-time arguments that belong to a routing map."""
-    block = min(next_power_of_2(s.num_experts), _EXPERTS_OF_MAP)
-    return {"BLOCK_E": block, "HAS_PROBS": has_probs, "COUNT_EXCESS": count_excess}
+    words = min(next_power_of_2(-(-s.num_experts // 8)), _WORDS_OF_MAP)
+    flags = {"HAS_PROBS": has_probs, "COUNT_EXCESS": count_excess}
+    return {"WORDS": words, "WHOLE": s.num_experts % 8 == 0, **flags}
 
 
 def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, bool] | None = None) -> Plan:
@@ -88,7 +91,7 @@ def splits(s: Shape, has_scatter: bool, packs: bool = False, given: tuple[bool, 
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
         "PACKED_BLOCKS": PACKED_BLOCKS if packs else 0,
-        **(of_map(s, *given) if given else {"BLOCK_E": 0, "HAS_PROBS": False, "COUNT_EXCESS": False}),
+        **(of_map(s, *given) if given else NO_MAP),
         **s.common("TOPK", "KP", "WP", "LWP", "ENGINES"),
     }
     return Plan("splits_kernel", constexprs)
