@@ -13,6 +13,9 @@ Protocol      1 count: for each chunk of tokens, a program gives the entries slo
 Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this decides de-duplication.
+              Tiles of entries are [KP, n], k first: the compiler gives neighbours in the first dimension to neighbouring
+              threads wherever it knows nothing of the addresses, and in a table [T, K] they are neighbours in memory,
+              too. So values need not move to other threads, through shared memory, between one access and the next.
               push_addrs [T, K] int64: addresses of the token's staging rows on this node; 0 = none.
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
@@ -96,9 +99,9 @@ _LOW_HALF = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def _entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Entries [BLOCK_T, KP] of this program's chunk: token, k, offset into a [T, K] table, in-range mask."""
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    k = tl.arange(0, KP)[None, :]
+    """Entries [KP, BLOCK_T] of this program's chunk: token, k, offset into a [T, K] table, in-range mask."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    k = tl.arange(0, KP)[:, None]
     mask = (token < num_tokens) & (k < TOPK)
     return token, k, token * TOPK + k, mask
 
@@ -182,10 +185,10 @@ def _kept(job, ids_ptr, mask, other):
 
 @triton.jit
 def _firsts(job, counting, entries):
-    """Masks [BLOCK_T, KP]: true at a token's first valid entry of each rank, and of each node."""
+    """Masks [KP, BLOCK_T]: true at a token's first valid entry of each rank, and of each node."""
     KP: tl.constexpr = counting.KP
-    token = (tl.program_id(0) * counting.BLOCK_T + tl.arange(0, counting.BLOCK_T))[:, None, None]
-    k, other = tl.arange(0, KP)[None, :, None], tl.arange(0, KP)[None, None, :]
+    token = (tl.program_id(0) * counting.BLOCK_T + tl.arange(0, counting.BLOCK_T))[None, None, :]
+    k, other = tl.arange(0, KP)[None, :, None], tl.arange(0, KP)[:, None, None]
     ids_ptr = counting.topk_idx_ptr + token * entries.TOPK
     # Loaded as they are compared: to exchange ids between threads takes longer than to load them twice.
     mine = _kept(job, ids_ptr + k, (token < entries.num_tokens) & (k < entries.TOPK), -1)
@@ -195,13 +198,13 @@ def _firsts(job, counting, entries):
     same_node = earlier & (node_of(job, owner) == node_of(job, others))
     # Low half: earlier entries of the rank; high half: of the node.
     found = tl.where(earlier & (owner == others), 65537, tl.where(same_node, 65536, 0))
-    found = tl.sum(tl.where(mine < 0, 65537, found), axis=2)
+    found = tl.sum(tl.where(mine < 0, 65537, found), axis=0)
     return (found & 65535) == 0, (found >> 16) == 0
 
 
 @triton.jit
 def _slots_of_few(job, counting, counts_ptr, owner, node, first_of_rank, first_of_node):
-    """Slots [BLOCK_T, KP] of the first entries of tokens, among the tokens of their ranks and of their nodes, -1 = not
+    """Slots [KP, BLOCK_T] of the first entries of tokens, among the tokens of their ranks and of their nodes, -1 = not
     the first. Stores the number of tokens of each rank and each node.
 
     The ranks and nodes of a token are bits of a word, _FIELD_BITS apart; sums of such words over the earlier tokens are
@@ -211,20 +214,20 @@ def _slots_of_few(job, counting, counts_ptr, owner, node, first_of_rank, first_o
     RANKS: tl.constexpr = counting.RANKS
     GROUPS: tl.constexpr = 2 * RANKS  # of the second half some are nodes
     tl.static_assert(GROUPS * _FIELD_BITS <= 64, "the groups of a token must fit a word")
-    tl.static_assert(owner.shape[0] <= 2**_FIELD_BITS, "the slots of a chunk must fit a field")
+    tl.static_assert(owner.shape[1] <= 2**_FIELD_BITS, "the slots of a chunk must fit a field")
     one = tl.full(owner.shape, 1, tl.int64)
     of_rank, of_node = owner.to(tl.int64) * _FIELD_BITS, (RANKS + node).to(tl.int64) * _FIELD_BITS
     bits = tl.where(first_of_rank, one << of_rank, 0) + tl.where(first_of_node, one << of_node, 0)
-    goes = tl.sum(bits, axis=1)
+    goes = tl.sum(bits, axis=0)
     earlier = tl.cumsum(goes, axis=0) - goes
     group = tl.arange(0, GROUPS)
-    tokens = tl.sum((goes[:, None] >> (group.to(tl.int64) * _FIELD_BITS)[None, :]) & 1, axis=0).to(tl.int32)
+    tokens = tl.sum((goes[None, :] >> (group.to(tl.int64) * _FIELD_BITS)[:, None]) & 1, axis=1).to(tl.int32)
     is_node = group >= RANKS
     column = tl.where(is_node, job.num_ranks + group - RANKS, group)
     known = tl.where(is_node, group - RANKS < num_nodes(job), group < job.num_ranks)
     tl.store(rank_columns_of(job, counts_ptr) + column, tokens, mask=known)
-    slot_of_rank = ((earlier[:, None] >> of_rank) & (2**_FIELD_BITS - 1)).to(tl.int32)
-    slot_of_node = ((earlier[:, None] >> of_node) & (2**_FIELD_BITS - 1)).to(tl.int32)
+    slot_of_rank = ((earlier[None, :] >> of_rank) & (2**_FIELD_BITS - 1)).to(tl.int32)
+    slot_of_node = ((earlier[None, :] >> of_node) & (2**_FIELD_BITS - 1)).to(tl.int32)
     return tl.where(first_of_rank, slot_of_rank, -1), tl.where(first_of_node, slot_of_node, -1)
 
 
@@ -298,7 +301,7 @@ def _store_packed(
 ):
     """Store, without gaps and in k order, the entries of each token where `here`: push addresses, and where combine
     finds sums."""
-    at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
+    at = entry - tl.arange(0, here.shape[0])[:, None] + compact_position(here)
     if not arrivals.ENGINES:
         tl.store(arrivals.push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
     tl.store(entry_field(entries, PULL_ROW) + at, tl.where(here, sum_row, -1), mask=mask)
@@ -364,7 +367,7 @@ def _await_placed(job):
 
 
 class _Found(NamedTuple):
-    """What `count_chunk` has found for entries [T, K].
+    """What `count_chunk` has found for entries [KP, BLOCK_T].
 
     Attributes:
         expert: -1 = dropped.
@@ -394,8 +397,8 @@ def _found(entries, routed, offs, mask):
 
 
 class _Begins(NamedTuple):
-    """For entries [T, K], output rows, and where the other numbers begin to which slots are added. All are loaded
-    before anything is stored: behind a store, each load would wait for memory again.
+    """For entries [KP, BLOCK_T], output rows, and where the other numbers begin to which slots are added. All are
+    loaded before anything is stored: behind a store, each load would wait for memory again.
 
     Attributes:
         owner, node: of the expert; of expert 0, if the entry is dropped.
@@ -503,8 +506,9 @@ def routing_slots_kernel(
     node_slot = found.in_node + begins.of_node
 
     # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
-    same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
-    arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
+    of_first = stage_row[:, None, :]
+    same = (of_first >= 0) & (owner[:, None, :] == owner[None, :, :])
+    arrival = tl.sum(tl.where(same, of_first, 0), axis=0)
     alive = valid & (begins.dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
     dst_row = tl.where(alive, begins.dst_row, -1)
     here = first & on_my_node(job, owner)

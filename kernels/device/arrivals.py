@@ -163,24 +163,24 @@ def meta_addresses(job, owner, here):
 
 @triton.jit
 def push_meta(
-    addrs,  # [n, KP] from `meta_addresses`
-    weights,  # [n, KP] float32; not read unless HAS_WEIGHTS
-    owner,  # [n, KP] ranks, -1 = dropped
-    dst_row,  # [n, KP] output rows, -1 = dropped
-    arrival,  # [n, KP] staging rows
-    here,  # [n, KP] true at a token's first entry for each rank of this node
+    addrs,  # [KP, n] from `meta_addresses`
+    weights,  # [KP, n] float32; not read unless HAS_WEIGHTS
+    owner,  # [KP, n] ranks, -1 = dropped
+    dst_row,  # [KP, n] output rows, -1 = dropped
+    arrival,  # [KP, n] staging rows
+    here,  # [KP, n] true at a token's first entry for each rank of this node
     HAS_WEIGHTS: tl.constexpr,
     KP: tl.constexpr,
 ):
     """For each entry where `here`, store stage_meta at its owner: the output rows of the token there, their weights."""
-    mine = owner[:, :, None] == owner[:, None, :]
-    at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
-    to_all = tl.broadcast_to(here[:, :, None], mine.shape)
+    mine = owner[:, None, :] == owner[None, :, :]  # [place, entry, n]
+    at = (arrival.to(tl.int64) * (2 * KP))[None, :, :] + tl.arange(0, KP)[:, None, None]
+    to_all = tl.broadcast_to(here[None, :, :], mine.shape)
     dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
-    tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
+    tl.store(dest[None, :, :] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
     if HAS_WEIGHTS:
         dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
-        tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
+        tl.store(dest[None, :, :] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
 
 
 class Flags(NamedTuple):
@@ -262,10 +262,10 @@ def stage_sources(job):
 @triton.jit
 def push_sources(
     job,
-    owner,  # [n, KP] ranks
-    arrival,  # [n, KP] staging rows
-    token,  # [n, KP] tokens of this rank
-    here,  # [n, KP] true at a token's first entry for each rank of this node
+    owner,  # [KP, n] ranks
+    arrival,  # [KP, n] staging rows
+    token,  # [1, n] tokens of this rank
+    here,  # [KP, n] true at a token's first entry for each rank of this node
 ):
     """For each entry where `here`, store stage_source at its owner: where copy engines put the row of the token."""
     addrs = tl.load(table_ptrs(job, STAGE_SOURCE, owner), mask=here, other=0)

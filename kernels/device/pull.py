@@ -20,13 +20,13 @@ def _popcount(x):
 
 @triton.jit
 def compact_position(here):
-    """[n, KP]: position of each entry when the entries `here` come first, in k order, and then the others.
+    """[KP, n]: position of each entry when the entries `here` come first, in k order, and then the others.
 
     Uses the bits of a word (KP <= 32): Triton 3.6 does not compile every scan of two elements with 16 warps.
     """
-    k = tl.arange(0, here.shape[1])[None, :]
+    k = tl.arange(0, here.shape[0])[:, None]
     bit = tl.full(here.shape, 1, tl.uint32) << k.to(tl.uint32)
-    among = tl.sum(tl.where(here, bit, 0), axis=1)[:, None]
+    among = tl.sum(tl.where(here, bit, 0), axis=0)[None, :]
     before = _popcount(among & (bit - 1))
     return tl.where(here, before, _popcount(among) + k - before)
 

@@ -145,9 +145,9 @@ def _row_ptrs(messages, rows, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def _meta_ptrs(messages, rows, TABLE: tl.constexpr, DTYPE: tl.constexpr, KP: tl.constexpr):
-    """Pointers [block, KP] to one of the tables of message rows: OWNERS, DST_ROWS, ARRIVALS or WEIGHTS."""
+    """Pointers [KP, block] to one of the tables of message rows: OWNERS, DST_ROWS, ARRIVALS or WEIGHTS."""
     first = _row_ptrs(messages, rows, messages.meta_offset, DTYPE)
-    return first[:, None] + tl.arange(0, KP)[None, :] + TABLE * KP
+    return first[None, :] + tl.arange(0, KP)[:, None] + TABLE * KP
 
 
 OWNERS = tl.constexpr(0)
@@ -188,7 +188,7 @@ def internode_send_kernel(
     node_token_ptr = node_token_of(job, chunks_ptr, tl.cdiv(entries.num_tokens, BLOCK_T))
     tokens_per_node_ptr = tokens_per_node_of(job, placement_ptr)
     offs = tl.arange(0, tile.BLOCK_H)
-    ks = tl.arange(0, KP)[None, :]
+    ks = tl.arange(0, KP)[:, None]
     num_items = (num_nodes(job) - 1) * tl.cdiv(entries.num_tokens, network.CHUNK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         node, chunk = other_node(job, item)
@@ -212,8 +212,8 @@ def internode_send_kernel(
                     if source.PAYLOAD != WORDS:
                         out_ptrs = _row_ptrs(messages, row, wire.data_bytes, tl.uint8)
                         store_scales(out_ptrs, alive, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
-                at = token[:, None] * entries.TOPK + ks
-                mask = alive[:, None] & (ks < entries.TOPK)
+                at = token[None, :] * entries.TOPK + ks
+                mask = alive[None, :] & (ks < entries.TOPK)
                 owner = tl.load(owner_ptr + at, mask=mask, other=-1)
                 tl.store(_meta_ptrs(messages, row, OWNERS, tl.int32, KP), owner, mask=mask)
                 dst_row = tl.load(dst_row_ptr + at, mask=mask, other=-1)
@@ -253,7 +253,7 @@ def _rows_before(
     Staging rows of a source are in the order of its tokens: the rows of all earlier tokens lie before.
     """
     slot = end - CHUNK + tl.arange(0, CHUNK)
-    mask = ((slot >= 0) & (slot < tokens))[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
+    mask = ((slot >= 0) & (slot < tokens))[None, :] & (tl.arange(0, choices.KP) < choices.TOPK)[:, None]
     row = (first_row + slot).to(tl.int64)
     owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, choices.KP), mask=mask, other=-1)
     arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, choices.KP), mask=mask, other=-1)
@@ -277,14 +277,14 @@ def _note_pulls(
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """Store for combine where the rows of forwarded tokens will be: [n, KP] ranks, and rows."""
+    """Store for combine where the rows of forwarded tokens will be: [KP, n] ranks, and rows."""
     if REDUCED:
-        at = row[:, None] * TOPK + compact_position(here)
+        at = row[None, :] * TOPK + compact_position(here)
         tl.store(pulls.forward_ptr + at, tl.where(here, owner, -1), mask=mask)
         sum_row = arrival + tl.load(pulls.sums_from_ptr + owner - first_local(job), mask=here, other=0)
         tl.store(pulls.forward_ptr + pulls.num_entries + at, tl.where(here, sum_row, -1), mask=mask)
     else:
-        at = row[:, None] * TOPK + tl.arange(0, here.shape[1])[None, :]
+        at = row[None, :] * TOPK + tl.arange(0, here.shape[0])[:, None]
         tl.store(pulls.forward_ptr + at, owner, mask=mask)
         tl.store(pulls.forward_ptr + pulls.num_entries + at, dst_row, mask=mask)
 
@@ -295,7 +295,7 @@ def _push_rows(
     messages,
     row,  # [ROWS] message rows, int64
     alive,  # [ROWS]
-    owner,  # [ROWS, KP]
+    owner,  # [KP, ROWS]
     arrival,
     here,  # true at one entry of each rank that the token goes to
     rows,  # ForwardedRows
@@ -311,7 +311,7 @@ def _push_rows(
     # Compute all addresses first: after the stores of one row, loads for the next would wait for memory each time.
     dests = ()
     for j in tl.static_range(MOST):
-        dests += (tl.sum(tl.where(here & (position == j), addrs, 0), axis=1),)
+        dests += (tl.sum(tl.where(here & (position == j), addrs, 0), axis=0),)
     row_ptrs = _row_ptrs(messages, row, 0, WORD)
     offs = tl.arange(0, BLOCK_H)
     for h in range(0, row_words, BLOCK_H):
@@ -338,7 +338,7 @@ def _forward_rows(
     BLOCK_H: tl.constexpr,
 ):
     """Push some rows and their stage_meta to the ranks of this node that their tokens go to; store where they went."""
-    mask = alive[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
+    mask = alive[None, :] & (tl.arange(0, choices.KP) < choices.TOPK)[:, None]
     owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, choices.KP), mask=mask, other=-1)
     dst_row = tl.load(_meta_ptrs(messages, row, DST_ROWS, tl.int32, choices.KP), mask=mask, other=-1)
     arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, choices.KP), mask=mask, other=-1)
