@@ -13,9 +13,10 @@ Protocol      1 count: for each chunk of tokens, a program gives the entries slo
 Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this decides de-duplication.
-              Tiles of entries are [KP, n], k first: the compiler gives neighbours in the first dimension to neighbouring
-              threads wherever it knows nothing of the addresses, and in a table [T, K] they are neighbours in memory,
-              too. So values need not move to other threads, through shared memory, between one access and the next.
+              Tiles of entries are [KP, n], k first: wherever the compiler knows nothing of the addresses, it gives
+              neighbours in the first dimension to neighbouring threads, and in tables [T, K] these are neighbours in
+              memory, too. So values need not pass from thread to thread between one access and the next. What entries
+              are compared with is the last dimension, which a thread has for itself.
               push_addrs [T, K] int64: addresses of the token's staging rows on this node; 0 = none.
               stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits; stage_source [W * max_tokens] int32 likewise, if copy
@@ -187,8 +188,8 @@ def _kept(job, ids_ptr, mask, other):
 def _firsts(job, counting, entries):
     """Masks [KP, BLOCK_T]: true at a token's first valid entry of each rank, and of each node."""
     KP: tl.constexpr = counting.KP
-    token = (tl.program_id(0) * counting.BLOCK_T + tl.arange(0, counting.BLOCK_T))[None, None, :]
-    k, other = tl.arange(0, KP)[None, :, None], tl.arange(0, KP)[:, None, None]
+    token = (tl.program_id(0) * counting.BLOCK_T + tl.arange(0, counting.BLOCK_T))[None, :, None]
+    k, other = tl.arange(0, KP)[:, None, None], tl.arange(0, KP)[None, None, :]
     ids_ptr = counting.topk_idx_ptr + token * entries.TOPK
     # Loaded as they are compared: to exchange ids between threads takes longer than to load them twice.
     mine = _kept(job, ids_ptr + k, (token < entries.num_tokens) & (k < entries.TOPK), -1)
@@ -198,7 +199,7 @@ def _firsts(job, counting, entries):
     same_node = earlier & (node_of(job, owner) == node_of(job, others))
     # Low half: earlier entries of the rank; high half: of the node.
     found = tl.where(earlier & (owner == others), 65537, tl.where(same_node, 65536, 0))
-    found = tl.sum(tl.where(mine < 0, 65537, found), axis=0)
+    found = tl.sum(tl.where(mine < 0, 65537, found), axis=2)
     return (found & 65535) == 0, (found >> 16) == 0
 
 
@@ -506,9 +507,9 @@ def routing_slots_kernel(
     node_slot = found.in_node + begins.of_node
 
     # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
-    of_first = stage_row[:, None, :]
-    same = (of_first >= 0) & (owner[:, None, :] == owner[None, :, :])
-    arrival = tl.sum(tl.where(same, of_first, 0), axis=0)
+    of_first = stage_row.T[None, :, :]
+    same = (of_first >= 0) & (owner[:, :, None] == owner.T[None, :, :])
+    arrival = tl.sum(tl.where(same, of_first, 0), axis=2)
     alive = valid & (begins.dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
     dst_row = tl.where(alive, begins.dst_row, -1)
     here = first & on_my_node(job, owner)

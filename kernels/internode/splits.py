@@ -110,6 +110,8 @@ from ..device.waits import WAIT_SPLITS, last_to_arrive, wait_flags, wait_program
 from ..spec import ep_kernel
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
+_RUN = tl.constexpr(8)
+"""Consecutive chunks that a thread adds up."""
 
 
 @triton.jit
@@ -118,14 +120,19 @@ def _scan(job, chunks_ptr, rows, num_chunks, number, counted, BLOCK_N: tl.conste
     0 if not `counted`."""
     num_columns = num_columns_of(job)
     columns = number * BLOCK_C + tl.arange(0, BLOCK_C)
-    chunks = tl.arange(0, BLOCK_N)
+    # A thread has the chunks of a run, and adds them up by itself; only the sums of runs pass between threads.
+    run = tl.arange(0, BLOCK_N // _RUN)[:, None, None]
+    place_in_run = tl.arange(0, _RUN)[None, :, None]
     total = tl.zeros([BLOCK_C], tl.int32)
     for start in range(0, num_chunks, BLOCK_N):
-        mask = (start + chunks < num_chunks)[:, None] & (columns < num_columns)[None, :]
-        ptrs = chunks_ptr + (start + chunks).to(tl.int64)[:, None] * num_columns + columns[None, :]
+        chunk = start + run * _RUN + place_in_run
+        mask = (chunk < num_chunks) & (columns < num_columns)[None, None, :]
+        ptrs = chunks_ptr + chunk.to(tl.int64) * num_columns + columns[None, None, :]
         counts = tl.load(ptrs, mask=mask & counted, other=0)
-        tl.store(ptrs, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
-        total += tl.sum(counts, axis=0)
+        of_run = tl.sum(counts, axis=1)
+        before = total[None, :] + tl.cumsum(of_run, axis=0) - of_run
+        tl.store(ptrs, before[:, None, :] + tl.cumsum(counts, axis=1) - counts, mask=mask)
+        total += tl.sum(of_run, axis=0)
     for place in tl.static_range(2):
         tl.store(rows[place] + columns, total, mask=columns < num_columns)
 

@@ -286,7 +286,10 @@ MISTAKES = {
     "in_features": (lambda m: quantize_(nn.Linear(40, 8), MXWeightOnlyConfig()), "40 input features"),
     "element": (lambda m: quantize_(m, MXWeightOnlyConfig("fp5")), "fp5"),
     "element of inputs": (lambda m: quantize_(m, MXDynamicActivationMXWeightConfig("fp5")), "fp5"),
-    "path at conversion": (lambda m: quantize_(m, MXDynamicActivationMXWeightConfig(path="cutlass")), "path is 'cutlass'"),
+    "path at conversion": (
+        lambda m: quantize_(m, MXDynamicActivationMXWeightConfig(path="cutlass")),
+        "path is 'cutlass'",
+    ),
     "no block": (lambda m: quantize_(m, MXWeightOnlyConfig(block_size=0)), "the weight of inner.0 .* block_size, 0"),
     "dtype of the last layer": (
         lambda m: (m.head.double(), quantize_(m, MXWeightOnlyConfig())),
