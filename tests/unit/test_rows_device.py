@@ -15,7 +15,7 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 
 @triton.jit
 def _positions(here_ptr, out_ptr, N: tl.constexpr, KP: tl.constexpr):
-    at = tl.arange(0, N)[:, None] * KP + tl.arange(0, KP)[None, :]
+    at = tl.arange(0, N)[None, :] * KP + tl.arange(0, KP)[:, None]
     tl.store(out_ptr + at, compact_position(tl.load(here_ptr + at) != 0))
 
 
