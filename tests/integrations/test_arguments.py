@@ -44,8 +44,12 @@ def _wrong_values(device: torch.device) -> list[Any]:
     ]
 
 
+_OF_LAYERS = {"exp_indices", "input", "weight", "weights", "values"}
+"""Names of arguments of layers."""
+
+
 class _Sweep:
-    """Collects errors that are not of this package's classes."""
+    """Collects errors that are not of this package's classes, or name arguments that the caller does not know."""
 
     def __init__(self) -> None:
         self.device = current_heap().device
@@ -57,12 +61,17 @@ class _Sweep:
         for name, value in itertools.product(names or right, _wrong_values(self.device)):
             try:
                 call(**{**right, name: value})
-            except EPError:
+                continue
+            except Exception as caught:
+                error = caught
+            if isinstance(error, EPError):
                 self.refused += 1
-            except Exception as error:
-                shown = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, torch.Tensor) else value
-                where = getattr(call, "__qualname__", call)
-                self.nameless.append(f"{where}({name}={shown!r:.40}): {type(error).__name__}: {error!s:.150}")
+                first = str(error).partition(" ")[0].partition("[")[0]
+                if first not in _OF_LAYERS or first in right or first in names:
+                    continue
+            shown = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, torch.Tensor) else value
+            where = getattr(call, "__qualname__", call)
+            self.nameless.append(f"{where}({name}={shown!r:.40}): {type(error).__name__}: {error!s:.150}")
 
     def end(self, least: int) -> None:
         """Check that every error is an EPError, and that enough values were refused."""

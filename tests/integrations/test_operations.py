@@ -158,14 +158,14 @@ def _check_compact_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
             "deep_ep dispatch": ("dispatch", 0, -2),
             "deep_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 0, 0),
             "deep_ep combine": ("combine", 0, 1),
-            "deep_ep dispatch again": ("dispatch again", 0, 8),
+            "deep_ep dispatch again": ("dispatch again", 0, 9),
             "elastic dispatch": ("dispatch", 0, 0),
             "elastic dispatch of one-byte rows": ("dispatch of one-byte rows", 0, 1),
             "elastic combine": ("combine", 0, 1),
             "elastic dispatch again": ("dispatch again", 2, 5),  # memory for ids, and the numbers of rows
             "fused_a2a forward": ("round", 0, 5),
             # Zeros for the unused probabilities, and what autograd keeps of two gradients.
-            "fused_a2a forward and backward": ("forward and backward", 3, 33),
+            "fused_a2a forward and backward": ("forward and backward", 3, 34),
         },
     )
 
@@ -215,7 +215,7 @@ def _check_expert_major_rows(rank: int, nodes: int, ranks_per_node: int) -> None
             "hybrid_ep dispatch by ids": ("dispatch", 2, -1),  # rows of assignments, and their lines in use
             "hybrid_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 2, 2),
             "hybrid_ep combine": ("combine", 0, 1),
-            "hybrid_ep dispatch again": ("dispatch again", 0, 7),
+            "hybrid_ep dispatch again": ("dispatch again", 0, 8),
             "elastic dispatch": ("dispatch that sums", 0, 1),
         },
     )

@@ -419,6 +419,8 @@ def _refused(rank, nodes, ranks_per_node):
             assert desc.num_input_tokens_per_rank.tolist() == [0, x.shape[0]]
         with pytest.raises(ConfigError, match="no gradient"):
             autograd.dispatch(layer, x, idx)
+        with pytest.raises(ConfigError, match="dispatch_ahead is not for low-latency layers"):
+            layer.dispatch_ahead(x, idx, None, None)
         done = dispatch_and_check(layer, SMALL, 1)
         with pytest.raises(StaleHandleError), make_layer(SMALL, rank, nodes, ranks_per_node) as other:
             other.combine(done.recv_x, done.desc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ def _check_exchange_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         ("may be swapped", lambda: pipeline.a2a_combine(rows, here, [6])),
         ("output_splits of a2a_dispatch has 2 entries, the group has 1 ranks", lambda: _dispatch(rows, [5, 0], here)),
         ("negative", lambda: pipeline.a2a_dispatch(rows, [-1], here)),
+        ("has 5.0; numbers of rows are integers", lambda: pipeline.a2a_dispatch(rows, [5.0], here)),
+        ("has True; numbers of rows are integers", lambda: pipeline.a2a_dispatch(rows, here, [True])),
         (r"pass input_splits.tolist\(\)", lambda: pipeline.a2a_dispatch(rows, here, torch.tensor(here))),
         (r"\[rows, row length\]; it is \[5\]", lambda: pipeline.a2a_dispatch(rows[:, 0], here, here)),
         ("torch.int64", lambda: pipeline.a2a_dispatch(rows.long(), here, here)),
@@ -38,6 +41,7 @@ def _check_exchange_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         with pytest.raises(InputError, match=match):
             call()
     assert pipeline.a2a_combine(rows[:, :40], here, here, mxfp8_bwd=False).shape == (5, 40)
+    assert pipeline.a2a_dispatch(rows, np.array(here), np.array(here)).shape == (5, 64)
 
 
 _dispatch = pipeline.a2a_dispatch_mxfp8_fwd_hp_bwd

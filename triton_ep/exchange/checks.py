@@ -370,15 +370,16 @@ def check_combine(
     y: torch.Tensor,
     desc: EPAllToAllLayoutDesc,
     weights: torch.Tensor | None,
+    name: str = "input",
 ) -> None:
-    """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer.
+    """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer. name: of the rows, in errors.
 
     Raises:
         InputError: a tensor does not fit.
         StaleHandleError: the descriptor is not of this layer.
     """
     _check_descriptor("combine", layer_id, desc)
-    _check_tensor(device, "input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
+    _check_tensor(device, name, y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
     if weights is not None:
         of_tokens = cfg.low_latency and isinstance(weights, torch.Tensor) and weights.dim() == 2
         shape = (desc.num_dispatch_token_cur_rank, cfg.topk) if of_tokens else (desc.num_recv_rows,)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError, StaleHandleError
@@ -43,7 +42,12 @@ def dispatch(
     ctx.check_open()
     ctx.poll_status()
     ctx.calls.check_dispatch()
-    if not _fits(layer.config, ctx.device, rows, given, weights):
+    try:
+        if isinstance(given, torch.Tensor):
+            checks.check_dispatch(layer.config, ctx.device, rows.data, given, weights, None, scale=rows.scale)
+        else:  # a map has a column per expert
+            checks.check_map(layer.config, ctx.device, rows, given)
+    except InputError:  # the full call says what does not fit
         return None
     request = Request(as_sent(rows), given, weights)
     if not records_ranges():
@@ -75,27 +79,13 @@ def compact_again(
         return steps.dispatch(ctx, request, COMPACT[idx_dtype])
 
 
-def combine(layer: EPAll2AllLayer, x: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-    """`layer.combine(x, desc)`. Raises and warns as it does."""
+def combine(layer: EPAll2AllLayer, x: torch.Tensor, desc: EPAllToAllLayoutDesc, name: str) -> torch.Tensor:
+    """`layer.combine(x, desc)`. Raises and warns as it does. name: of the rows, in errors."""
     if records_ranges() or (torch.is_grad_enabled() and x.requires_grad):
         return layer.combine(x, desc)
     ctx = layer.context
     ctx.check_open()
     ctx.poll_status()
-    checks.check_combine(layer.config, ctx.device, ctx.layer_id, x, desc, None)
+    checks.check_combine(layer.config, ctx.device, ctx.layer_id, x, desc, None, name)
     ctx.calls.check_combine(desc.dispatch_number)
     return steps.combine(ctx, x, None, desc)[0]
-
-
-def _fits(
-    cfg: EPConfig, device: torch.device, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
-) -> bool:
-    """Whether a layer without capacity takes these arguments. A map has a column per expert."""
-    try:
-        if isinstance(given, torch.Tensor):
-            checks.check_dispatch(cfg, device, rows.data, given, weights, None, scale=rows.scale)
-        else:
-            checks.check_map(cfg, device, rows, given)
-    except InputError:  # the full call says what does not fit
-        return False
-    return True

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -117,11 +118,12 @@ def _as_list(what: str, label: str, splits: Any, world_size: int | None) -> list
             f"{label} of {what} must be a sequence of integers, rows per rank, got "
             f"{type(splits).__name__} {splits!r:.40}."
         )
-    result = list(splits)
-    # A compiler has symbols in place of integers.
-    wrong = [entry for entry in result if not isinstance(entry, int | torch.SymInt) or isinstance(entry, bool)]
-    if wrong:
-        raise InputError(f"{label} of {what} has {wrong[0]!r:.40}; numbers of rows are integers.")
+    result = []
+    for entry in splits:
+        number = _integer(entry)
+        if number is None:
+            raise InputError(f"{label} of {what} has {entry!r:.40}; numbers of rows are integers.")
+        result.append(number)
     if world_size is not None and len(result) != world_size:
         raise InputError(f"{label} of {what} has {len(result)} entries, the group has {world_size} ranks.")
     if any(entry < 0 for entry in result):
@@ -129,8 +131,15 @@ def _as_list(what: str, label: str, splits: Any, world_size: int | None) -> list
     return result
 
 
+def _integer(value: Any) -> Any:
+    """An integer of Python or numpy, or a compiler's symbol for one, else None."""
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    return int(value) if isinstance(value, np.integer) else None
+
+
 def _check_blocks(what: str, input: torch.Tensor, block_size: int) -> None:
-    if not isinstance(block_size, int) or isinstance(block_size, bool):
+    if _integer(block_size) is None:
         raise InputError(
             f"block_size of {what} must be an integer, got {type(block_size).__name__} {block_size!r:.40}."
         )

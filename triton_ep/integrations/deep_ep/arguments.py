@@ -11,6 +11,17 @@ from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.config import Config
 
+OF_LAYERS = {
+    "input": "x",
+    "exp_indices": "topk_idx",
+    "weight": "topk_weights",
+    "weights": "topk_weights",
+    "values": "topk_weights",
+}
+"""DeepEP's names of arguments of layers."""
+with_own_names = check.renamed(**OF_LAYERS)
+"""Decorator of DeepEP's calls: errors of layers have these names."""
+
 
 def refuse(call: str, given: dict[str, Any]) -> None:
     """Raise InputError if one of these unsupported arguments is given: neither None nor False."""

@@ -20,6 +20,7 @@ from triton_ep.exchange.landings import COMPACT, CompactRows, SentCompact
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import (
+    OF_LAYERS,
     aligned,
     biases_of,
     check_counts,
@@ -29,6 +30,7 @@ from triton_ep.integrations.deep_ep.arguments import (
     refuse,
     same_elements,
     sum_of_counts,
+    with_own_names,
 )
 from triton_ep.integrations.deep_ep.config import Config, check_room, longest_row, low_latency_bytes
 from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, check_quantizable, quantized, sendable
@@ -217,6 +219,7 @@ class Buffer:
         event = Buffer.capture() if async_finish else EventOverlap()
         return ranks, None if per_node == self.group_size else nodes, experts, in_rank, event
 
+    @with_own_names
     def dispatch(
         self,
         x: Any,
@@ -424,16 +427,19 @@ class Buffer:
         layer, desc = self._layer_of(handle), handle.layout_desc
         check.tensor("x", x, 2)
         if topk_weights is bias is previous_event is None and async_finish is False:
-            return at_once.combine(layer, x, desc), None, EventOverlap()
+            return at_once.combine(layer, x, desc, "x"), None, EventOverlap()
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         order = order_of(previous_event, async_finish)
-        result: Any = layer.combine(x, desc, None, bias=biases, **order)
-        out, event = result if async_finish else (result, None)
         weights = None
-        if topk_weights is not None:
-            if async_finish:
-                order["previous_event"] = event
-            weights, event = layer.combine_topk(topk_weights, desc, **order)
+        try:
+            result: Any = layer.combine(x, desc, None, bias=biases, **order)
+            out, event = result if async_finish else (result, None)
+            if topk_weights is not None:
+                if async_finish:
+                    order["previous_event"] = event
+                weights, event = layer.combine_topk(topk_weights, desc, **order)
+        except InputError as error:
+            raise check.with_names(error, OF_LAYERS) from None
         return out, weights, to_overlap(event)
 
     # DeepEP's names for the same calls between nodes.
@@ -744,9 +750,7 @@ class Buffer:
     def _check_open(self) -> None:
         """Raise if the buffer was destroyed."""
         if self._closed:
-            raise FinalizedError(
-                "this Buffer was destroyed, its memory is freed. Create a new one on all ranks of its group."
-            )
+            raise FinalizedError("this Buffer was destroyed, its memory is freed. Create a new one on all its ranks.")
 
     def _layer(self, kind: tuple[int, int, int, torch.dtype, int], room: int) -> EPAll2AllLayer:
         """The layer for rows of these `_sizes`; room: tokens of this rank, for a layer still to be created."""

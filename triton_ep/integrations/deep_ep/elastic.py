@@ -22,7 +22,7 @@ from triton_ep.exchange.landings import COMPACT, WITH_COPIES
 from triton_ep.exchange.slots import to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import at_once
-from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids
+from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids, with_own_names
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.elastic_rows import ElasticRows
 from triton_ep.integrations.deep_ep.fp8 import sendable
@@ -255,6 +255,7 @@ class ElasticBuffer:
 
     # --- calls ------------------------------------------------------------------------------------------
 
+    @with_own_names
     def dispatch(
         self,
         x: Any,
@@ -412,7 +413,7 @@ class ElasticBuffer:
         x = check.tensor("x", x, 2).contiguous()
         plain = topk_weights is bias is previous_event is previous_event_before_epilogue is None
         if plain and async_with_compute_stream is False:
-            return at_once.combine(layer, x, desc), None, EventOverlap()
+            return at_once.combine(layer, x, desc, "x"), None, EventOverlap()
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         shape = (desc.num_recv_rows,) if handle.do_expand else (desc.num_recv_rows, layer.config.topk)
         if topk_weights is not None:

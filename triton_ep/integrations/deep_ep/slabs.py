@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from triton_ep.context.given import Rows
+from triton_ep.errors import InputError
+from triton_ep.integrations.arguments import with_names
+from triton_ep.integrations.deep_ep.arguments import OF_LAYERS
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
@@ -59,18 +62,21 @@ def run_halves(
         the result, the event, and the hook. With `return_recv_hook` the hook launches the receiving half; otherwise
         both halves have been launched, and the hook does nothing.
     """
-    if return_recv_hook:
-        result, receive = send()
-        return result, EventOverlap(), receive
 
     def both() -> Any:
         result, receive = send()
         receive()
         return result
 
-    if not async_finish:
-        return both(), EventOverlap(), no_hook
-    result, event = layer.on_comm_stream(both, arguments)
+    try:
+        if return_recv_hook:
+            result, receive = send()
+            return result, EventOverlap(), receive
+        if not async_finish:
+            return both(), EventOverlap(), no_hook
+        result, event = layer.on_comm_stream(both, arguments)
+    except InputError as error:
+        raise with_names(error, OF_LAYERS) from None
     return result, to_overlap(event), no_hook
 
 

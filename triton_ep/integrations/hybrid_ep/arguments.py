@@ -11,6 +11,9 @@ from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.layer import EPAll2AllLayer
 
+with_own_names = check.renamed(input="hidden", exp_indices="topk_idx", weight="topk_weights", values="probs")
+"""Decorator of HybridEP's calls: errors of layers get HybridEP's names of arguments."""
+
 
 def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool) -> None:
     """Raise InputError unless `num_permuted_tokens` can be the number of output rows."""

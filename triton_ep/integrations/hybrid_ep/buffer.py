@@ -139,6 +139,7 @@ class HybridEPBuffer:
         """Free the memory. Collective, idempotent. Later calls, also of a backward pass, raise FinalizedError."""
         self.layers.close()
 
+    @checks.with_own_names
     def dispatch_with_permute(
         self,
         *,
@@ -309,7 +310,7 @@ class HybridEPBuffer:
         check.tensor("hidden", hidden, 2)
         if probs is not None:
             checks.check_probs(probs, (desc.num_recv_rows,), layer.context.device, "one per permuted row")
-        combined = at_once.combine(layer, hidden.contiguous(), desc)
+        combined = at_once.combine(layer, hidden.contiguous(), desc, "hidden")
         if probs is None and not _may_be_left_out(routing):
             return combined, None
         sent = torch.zeros(desc.num_recv_rows, device=layer.context.device) if probs is None else probs.contiguous()
@@ -319,6 +320,7 @@ class HybridEPBuffer:
             return combined, None
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
+    @checks.with_own_names
     def dispatch(
         self,
         hidden: torch.Tensor,
@@ -395,6 +397,7 @@ class HybridEPBuffer:
             handle = Handle(self.layers, layer, desc, local_ids=ids, tokens=hidden.shape[0], experts_of_rows=mine)
         return arrived, row_probs, scales, handle
 
+    @checks.with_own_names
     def combine(
         self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: Handle | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

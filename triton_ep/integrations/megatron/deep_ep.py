@@ -177,6 +177,7 @@ class FusedCombine(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
+@check.renamed(input="x", exp_indices="token_indices", weight="token_probs")
 def fused_dispatch(
     x: torch.Tensor,
     token_indices: torch.Tensor,

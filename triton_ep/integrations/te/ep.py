@@ -312,6 +312,7 @@ class EpBuffer:
         self._topk_idx: torch.Tensor | None = None
 
 
+@check.renamed(input="tokens", exp_indices="topk_idx", weight="topk_weights")
 def ep_dispatch(
     buffer: EpBuffer,
     tokens: torch.Tensor,
@@ -412,6 +413,7 @@ def _check_overflow(buffer: EpBuffer, desc: EPAllToAllLayoutDesc) -> None:
         )
 
 
+@check.renamed(input="expert_out")
 def ep_combine(
     buffer: EpBuffer,
     expert_out: torch.Tensor,

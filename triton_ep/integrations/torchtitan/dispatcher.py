@@ -143,6 +143,7 @@ class TokenDispatch:
         if self.payload is not None and not isinstance(self.payload, str):
             raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.payload)}.')
 
+    @check.renamed(input="x_TD", exp_indices="topk_expert_ids_TK", weight="topk_scores_TK")
     def dispatch(
         self,
         x_TD: torch.Tensor,
@@ -179,6 +180,7 @@ class TokenDispatch:
         self.overflow = desc.overflow
         return recv_x, desc.expert_offsets.diff().long(), DispatchMetadata(scores=scores, layout_desc=desc)
 
+    @check.renamed(input="routed_output_RD", weights="topk_scores_TK")
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: DispatchMetadata, x_TD: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -207,6 +207,7 @@ class PrepareFinalize:
         _, receiver = self.prepare_async(*given, defer_input_quant, split=False)
         return receiver()
 
+    @check.renamed(input="a1", exp_indices="topk_ids", weight="topk_weights")
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -380,6 +381,7 @@ class PrepareFinalize:
         _, receiver = self.finalize_async(output, *given, split=False)
         receiver()
 
+    @check.renamed(input="fused_expert_output", weights="topk_weights")
     def finalize_async(
         self,
         output: torch.Tensor,
