@@ -3,7 +3,7 @@
 Protocol      1 each program takes a block of tokens, stores which ranks each token goes to, and adds its counts
 Layout        counts [W + N + E] int32, initially zero: tokens per rank, tokens per node, entries per expert. A token
               counts once per rank and once per node. in_rank [T, W] bytes, 1 = the token goes there.
-Memory order  Integer additions, whose order does not matter.
+Memory order  Relaxed integer additions, whose order does not matter. Kernels follow each other on one stream.
 Progress      No program waits.
 Replay        The caller zeroes the counts.
 """
@@ -20,16 +20,16 @@ from ..spec import ep_kernel
 def _count_groups(
     counts_ptr, owner, num_groups, in_group_ptr, token, num_tokens, GP: tl.constexpr, STORE: tl.constexpr
 ):
-    """Count tokens per group, each token once, from `owner` [BLOCK_T, KP]; with STORE also store which tokens."""
+    """Count tokens per group, each token once, from `owner` [KP, BLOCK_T]; with STORE also store which tokens."""
     for first in range(0, num_groups, GP):
         group = first + tl.arange(0, GP)
-        hits = tl.sum((owner[:, :, None] == group[None, None, :]).to(tl.int32), axis=1)
+        hits = tl.sum((owner[:, :, None] == group[None, None, :]).to(tl.int32), axis=0)
         goes = (hits > 0).to(tl.int32)  # [BLOCK_T, GP]
         if STORE:
             at = token.to(tl.int64)[:, None] * num_groups + group[None, :]
             mask = (token < num_tokens)[:, None] & (group < num_groups)[None, :]
             tl.store(in_group_ptr + at, goes.to(tl.uint8), mask=mask)
-        tl.atomic_add(counts_ptr + group, tl.sum(goes, axis=0), mask=group < num_groups)
+        tl.atomic_add(counts_ptr + group, tl.sum(goes, axis=0), mask=group < num_groups, sem="relaxed")
 
 
 class Places(NamedTuple):
@@ -54,9 +54,9 @@ def token_layout_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    k = tl.arange(0, KP)[None, :]
-    mask = (token < num_tokens)[:, None] & (k < TOPK)
-    expert = tl.load(topk_idx_ptr + token.to(tl.int64)[:, None] * TOPK + k, mask=mask, other=-1).to(tl.int64)
+    k = tl.arange(0, KP)[:, None]  # first, as in routing.py
+    mask = (token < num_tokens)[None, :] & (k < TOPK)
+    expert = tl.load(topk_idx_ptr + token.to(tl.int64)[None, :] * TOPK + k, mask=mask, other=-1).to(tl.int64)
     valid = (expert >= 0) & (expert < places.num_experts)
     expert = tl.where(valid, expert, 0).to(tl.int32)
     owner = tl.where(valid, expert // places.experts_per_rank, -1)
@@ -66,4 +66,4 @@ def token_layout_kernel(
     num_nodes = ranks // per_node
     node = tl.where(valid, owner // per_node, -1)
     _count_groups(counts_ptr, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
-    tl.atomic_add(counts_ptr + num_nodes + expert, valid.to(tl.int32), mask=valid)
+    tl.atomic_add(counts_ptr + num_nodes + expert, valid.to(tl.int32), mask=valid, sem="relaxed")
