@@ -480,9 +480,6 @@ class EPAll2AllLayer:
         for more than arrive, by experience of the previous dispatch, as with a capacity. If more arrive than there is
         room for, or another rank refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`,
         until which `input` must not change. checked: the arguments are known to fit.
-
-        Raises:
-            ConfigError: a low-latency layer; otherwise as `dispatch`.
         """
         if self.config.low_latency:
             raise ConfigError("dispatch_ahead is not for low-latency layers: call dispatch.")
