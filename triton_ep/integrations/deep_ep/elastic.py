@@ -422,6 +422,7 @@ class ElasticBuffer:
                 raise InputError(f"topk_weights must be {list(shape)} float32, got {list(topk_weights.shape)}.")
         _wait(previous_event, previous_event_before_epilogue)
 
+        @with_own_names
         def bring_back() -> tuple[torch.Tensor, torch.Tensor | None]:
             out = layer.combine(x, desc, bias=biases)
             if topk_weights is None:
