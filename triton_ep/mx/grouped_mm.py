@@ -188,7 +188,7 @@ def _to_mxfp8_then_scaled_grouped_mm(
         )
     if offs is None:
         raise InputError("offs is None; it must be the ends of the groups: [E] int32 on the device, or [E + 1] starts.")
-    ends = group_ends(offs, num_experts)
+    ends = group_ends(offs, num_experts, A.shape[0])
     mode = ScalingMode.parse(scale_calculation_mode)
     out: torch.Tensor = _GroupedMM.apply(A, B_t, ends, out_dtype, wgrad_with_hp, mode)
     return out if bias is None else _add_bias(out, bias, ends)

@@ -113,7 +113,7 @@ def mx_grouped_mm(
         raise InputError(f"a must be [R, K] and b_t [E, K, N]; they are {list(a.shape)} and {list(b_t.shape)}.")
     check_high_precision(out_dtype, "out_dtype")
     values = _values(a, torch.bfloat16), _values(b_t, torch.bfloat16)
-    return grouped_gemm(*values, group_ends(offs, b_t.shape[0]), out_dtype=out_dtype)
+    return grouped_gemm(*values, group_ends(offs, b_t.shape[0], a.shape[0]), out_dtype=out_dtype)
 
 
 def _values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
