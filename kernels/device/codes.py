@@ -213,7 +213,9 @@ COMBINE_SLOTS = 2
 COMBINE_BACKWARD = 4
 COMBINE_TOKEN_WEIGHTS = 8
 """The weights are per token, and travel in the call."""
-COMBINE_SHIFT = 4
+COMBINE_BESIDE = 16
+"""The kernels run next to products, so they have another number of programs."""
+COMBINE_SHIFT = 5
 EPOCH_BITS = 20
 """Number of low bits of a dispatch's number that calls carry."""
 TAG_BITS = COMBINE_SHIFT + EPOCH_BITS

@@ -2,8 +2,8 @@
 
 Protocol      Each of the first C programs copies one arrived row to the rows of its assignments. After these, SHARES
               programs per segment zero its padding. Rows from the end of the last segment on are not written.
-Layout        arrived [C, H], out [R, H] bf16 row-major; copies [C, K] int32, rows of `out`, -1 = none. One entry of
-              `counts` is the number of valid rows of `arrived` and `copies`.
+Layout        arrived [C, H], out [R, W] bf16 row-major, with W of the columns of `arrived`; copies [C, K] int32, rows
+              of `out`, -1 = none. One entry of `counts` is the number of valid rows of `arrived` and `copies`.
 Memory order  Plain loads and stores; the kernels follow each other on one stream. No two programs write one row.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -24,6 +24,8 @@ class Copied(NamedTuple):
         copies_ptr: [C, K] int32.
         counts_ptr: int32; entry `at` is the number of valid rows.
         num_arrivals: C.
+        hidden: H.
+        first: first column that is copied.
         at: see counts_ptr.
         topk: K.
     """
@@ -32,6 +34,8 @@ class Copied(NamedTuple):
     copies_ptr: Any
     counts_ptr: Any
     num_arrivals: Any
+    hidden: Any
+    first: Any
     at: Any
     topk: Any
 
@@ -55,13 +59,13 @@ class Segments(NamedTuple):
     offs_ptr="*i32",
     filled_ptr="*i32",
     out_ptr="*bf16",
-    specialised=("hidden",),
+    specialised=("hidden", "first", "width"),
 )
 def expand_arrivals_kernel(
     copied: Copied,
     segments: Segments,
-    out_ptr,  # out [R, H] bf16
-    hidden,
+    out_ptr,  # out [R, W] bf16
+    width,  # W
     SHARES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -69,21 +73,21 @@ def expand_arrivals_kernel(
     offs = tl.arange(0, BLOCK_H)
     if program < copied.num_arrivals:
         if program < tl.load(copied.counts_ptr + copied.at):
-            source = copied.arrived_ptr + program.to(tl.int64) * hidden
+            source = copied.arrived_ptr + program.to(tl.int64) * copied.hidden + copied.first
             copies = copied.copies_ptr + program.to(tl.int64) * copied.topk
-            for h in range(0, hidden, BLOCK_H):
-                mask = h + offs < hidden
+            for h in range(0, width, BLOCK_H):
+                mask = h + offs < width
                 row = tl.load(source + h + offs, mask=mask)
                 for k in range(copied.topk):
                     copy = tl.load(copies + k)
                     if copy >= 0:
-                        tl.store(out_ptr + copy.to(tl.int64) * hidden + h + offs, row, mask=mask)
+                        tl.store(out_ptr + copy.to(tl.int64) * width + h + offs, row, mask=mask)
     else:
         expert = (program - copied.num_arrivals) // SHARES
         first = tl.load(segments.offs_ptr + expert) + tl.load(segments.filled_ptr + expert)
         end = tl.load(segments.offs_ptr + expert + 1)
         zeros = tl.zeros([BLOCK_H], out_ptr.dtype.element_ty)
         for padding in range(first + (program - copied.num_arrivals) % SHARES, end, SHARES):
-            dest = out_ptr + tl.cast(padding, tl.int64) * hidden
-            for h in range(0, hidden, BLOCK_H):
-                tl.store(dest + h + offs, zeros, mask=h + offs < hidden)
+            dest = out_ptr + tl.cast(padding, tl.int64) * width
+            for h in range(0, width, BLOCK_H):
+                tl.store(dest + h + offs, zeros, mask=h + offs < width)

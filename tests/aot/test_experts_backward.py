@@ -17,8 +17,6 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H, ROWS = 4, 128, 192, 256
-SPECIALISED = ("ffn", "hidden", "n", "num_i", "num_j", "stride_xm", "stride_ym")
-"""Integers that the kernels are specialised by; the interpreter does not know them."""
 
 
 def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
@@ -31,7 +29,7 @@ def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
                 types[name] = f"*{runtime._TYPES[arg.dtype]}"
             if arg.data_ptr() % 16:
                 unaligned.append(name)
-        elif name in SPECIALISED:
+        elif name in runtime.spec(plan.kernel).specialised:
             numbers[name] = arg
     return KernelRequest.of(plan, types, numbers, unaligned)
 

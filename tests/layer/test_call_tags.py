@@ -16,8 +16,10 @@ import torch.distributed as dist
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
 from tests.layer.test_large import _capture
 from triton_ep import CallMismatch, EPAll2AllLayer, EPError, InputError, autograd
+from triton_ep.context.calls import combine_name
 from triton_ep.distributed import current_heap
 from triton_ep.errors import WaitTimeout
+from triton_ep.kernels.device import codes
 
 PLAIN, ON_GPUS = pytest.mark.plain, pytest.mark.on_gpus
 
@@ -133,6 +135,14 @@ def test_a_backward_combine_meets_a_forward_one(run_ranks, nodes, ranks_per_node
     """Both combine the same dispatch, but on one rank the rows are gradients."""
     for text in run_ranks(_in_different, nodes, ranks_per_node, MODES["exact"], (1,), _other_pass):
         assert "rank 1 in combine of dispatch number 2 without weights in a backward pass" in text, text
+
+
+def test_every_bit_of_a_combine_has_a_name():
+    """Ranks in combines that differ in one bit are told apart."""
+    bits = ("WEIGHTS", "SLOTS", "BACKWARD", "TOKEN_WEIGHTS", "BESIDE")
+    tags = [getattr(codes, f"COMBINE_{bit}") | 3 << codes.COMBINE_SHIFT for bit in bits]
+    names = {combine_name(tag) for tag in [3 << codes.COMBINE_SHIFT, *tags]}
+    assert len(names) == 1 + len(bits) and all("dispatch number 3" in name for name in names)
 
 
 @pytest.mark.parametrize(

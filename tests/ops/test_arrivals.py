@@ -42,7 +42,11 @@ def test_rows_are_those_of_the_dispatch(
     counts = torch.tensor([77, count], dtype=torch.int32, device=DEVICE)
     out = expand_arrivals(arrived, copies, counts, 1, offs, filled, end + 5)
     assert out.shape == (end + 5, hidden) and out.dtype == torch.bfloat16
-    assert torch.equal(out[:end], oracle.expanded(arrived, copies, count, offs, end + 5))
+    want = oracle.expanded(arrived, copies, count, offs, end + 5)
+    assert torch.equal(out[:end], want)
+    for columns in (slice(0, 16), slice(hidden // 2, None)):
+        some = expand_arrivals(arrived, copies, counts, 1, offs, filled, end + 5, columns)
+        assert torch.equal(some[:end], want[:, columns])
 
 
 def test_no_rows() -> None:

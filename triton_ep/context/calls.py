@@ -57,7 +57,8 @@ def combine_name(tag: int) -> str:
     name += f" of dispatch number {tag >> codes.COMBINE_SHIFT}"
     if tag & codes.COMBINE_TOKEN_WEIGHTS:
         return name + " with weights per token"
-    return name + _weights(bool(tag & codes.COMBINE_WEIGHTS)) + _pass(bool(tag & codes.COMBINE_BACKWARD))
+    name += _weights(bool(tag & codes.COMBINE_WEIGHTS)) + _pass(bool(tag & codes.COMBINE_BACKWARD))
+    return name + " next to gradients of weights" * bool(tag & codes.COMBINE_BESIDE)
 
 
 def _weights(given: bool) -> str:

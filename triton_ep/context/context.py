@@ -100,6 +100,7 @@ class DispatchCombineContext:
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
+        self.beside_products = False  # combines made now leave room for products that compute gradients of weights
         self.stages_all = False  # dispatches made now stage the rows that this rank sends to itself, too
         self._rows_before: dict[tuple[str, int], int] = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
@@ -359,6 +360,16 @@ class DispatchCombineContext:
             yield
         finally:
             self.backward = before
+
+    @contextlib.contextmanager
+    def making_room(self) -> Iterator[None]:
+        """Let combines inside run next to products that compute gradients of weights, launched before them, on every
+        multiprocessor; a combine without that on another rank is then a mismatch."""
+        before, self.beside_products = self.beside_products, True
+        try:
+            yield
+        finally:
+            self.beside_products = before
 
     @contextlib.contextmanager
     def staging_all(self) -> Iterator[None]:

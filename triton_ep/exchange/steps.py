@@ -37,7 +37,7 @@ from triton_ep.kernels.device.codes import (
 )
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import compact as compact_ops
-from triton_ep.ops import copy_engines
+from triton_ep.ops import copy_engines, tuning
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
@@ -375,6 +375,11 @@ def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> b
     Returns False, without waiting, if only the end of that combine implies that its rows have been read.
     """
     return not ctx.config.low_latency and combine_ops.wait_published(ctx, ctx.rows.own, desc)
+
+
+def makes_room(ctx: DispatchCombineContext) -> bool:
+    """True if `DispatchCombineContext.making_room` has an effect."""
+    return not ctx.config.low_latency and tuning.makes_room(ctx.config, ctx.device)
 
 
 @reports_failure("combine", begun=True)

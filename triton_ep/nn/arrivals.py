@@ -33,8 +33,8 @@ class Arrived(NamedTuple):
     rows: torch.Tensor
     rank: int
 
-    def expand(self, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-        """[R, H] bf16: the rows of this dispatch, bit for bit, except rows past the last segment."""
+    def expand(self, desc: EPAllToAllLayoutDesc, columns: slice) -> torch.Tensor:
+        """[R, W] bf16: these columns of the rows of this dispatch, bit for bit, except rows past the last segment."""
         copies = desc.skipped_token_topk_mapping_indices
         assert copies is not None, "kept with local combine only"
         return expand_arrivals(
@@ -45,6 +45,7 @@ class Arrived(NamedTuple):
             desc.expert_offsets,
             desc.num_recv_tokens_per_expert,
             desc.num_recv_rows,
+            columns,
         )
 
 

@@ -14,9 +14,9 @@ With every precision, gradients of weights are products of bf16 rows; MXFP8 rows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,12 +42,14 @@ PRECISIONS = (None, "default", "fast", "exact")
 Rows = torch.Tensor | RowScaled
 Saved = dict[str, Any]
 """What the backward pass needs: "rows", only for the gradient of w13: as received or as multiplied, in 8 bits if that
-form exists, or `Arrived`; "pre", the first product; "row_weights"."""
+form exists, or `Arrived`, and in the backward pass `_Columns`; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
 _ALL = slice(None)
 _STRIP = 128
 """Strips of rows have a multiple of this number of columns: the width of a tile of the gradients of weights."""
+_SPARE = 2
+"""Multiprocessors that products next to a combine leave to its first kernel, of one program, which may begin first."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class ExpertBlock:
         """As `differentiate`, for gradients that a dispatch delivered."""
         filled, rows = desc.num_recv_tokens_per_expert, saved["rows"]
         if isinstance(rows, Arrived):
-            saved["rows"] = partial(rows.expand, desc)
+            saved["rows"] = _Columns(rows.rows.shape[1], True, partial(rows.expand, desc))
         return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
     @without_grad
@@ -270,7 +272,7 @@ class ExpertBlock:
         row_weights, aligned = saved["row_weights"], self.settings.aligned
         want_w13, want_w2, want_b13, want_b2 = needs.params
         dpre = act = dweights = dw2 = db2 = None
-        x: list[tuple[slice, torch.Tensor]] = []  # strips of the rows, in bf16
+        first: _FirstGradient | None = None
         operand = self._operand(grad, offs)
         if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
             dpre, act, dweights = down_dgrad_of_any_width(
@@ -289,12 +291,12 @@ class ExpertBlock:
             wide = operand if isinstance(grad, MXTensor) else grad
             of_w2 = _WeightGradient(w2, offs, aligned, filled) if want_w2 else None
             of_b2 = []
-            for columns in _strips(wide, aligned, 2):
+            for columns in _strips(wide.shape[1], aligned and isinstance(wide, RowScaled), 2):
                 values = _values(wide, offs, columns)
                 if b2 is not None and want_b2:
                     of_b2.append(bias_gradient(values, offs, row_weights).to(b2.dtype))
                 if of_w2 is not None and act is not None:
-                    of_w2.add(values, act, of_w2.out[:, columns])
+                    of_w2.add(values, act, (_ALL, columns))
                 del values  # the next one has its memory
             dw2 = None if of_w2 is None else of_w2.found()
             db2 = torch.cat(of_b2, 1) if of_b2 else None
@@ -303,37 +305,23 @@ class ExpertBlock:
             assert dpre is not None, "asked for"
             return self._rows_gradient(dpre, w13, offs, tiles)
 
-        def prepare(room: bool) -> None:
-            if want_w13 and "rows" in saved and callable(saved["rows"]):
-                if room:
-                    x.append((_ALL, saved["rows"]()))
-            elif want_w13 and "rows" in saved:
-                # Next to the gradient of the rows, a quarter takes no more memory than the peak before.
-                for columns in _strips(saved["rows"], aligned, 4)[len(x) :]:
-                    if room or columns.stop is not None:
-                        x.append((columns, _values(saved["rows"], offs, columns)))
-            if room:
-                saved.pop("rows", None)
-
         def of_params() -> Params:
-            nonlocal dpre
+            nonlocal dpre, first
             dw13 = db13 = None
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
-            if want_w13:
-                prepare(True)
-                assert dpre is not None, "computed above"
-                of_w13 = _WeightGradient(w13, offs, aligned, filled)
-                for columns, values in x:
-                    of_w13.add(dpre, values, of_w13.out[:, :, columns])
-                dw13 = of_w13.found()
-            dpre = None
-            x.clear()
+            if first is not None:
+                dw13 = first.found()
+            dpre = first = None
             return dw13, dw2, db13, db2
 
-        return ExpertGradients(
-            rows if needs.rows else None, dweights if needs.row_weights else None, of_params, prepare
-        )
+        x = saved.pop("rows", None)
+        found = ExpertGradients(rows if needs.rows else None, dweights if needs.row_weights else None, of_params)
+        if not want_w13:
+            return found
+        assert dpre is not None, "computed above"
+        first = _FirstGradient(_WeightGradient(w13, offs, aligned, filled), dpre, _columns_of(x, offs), aligned)
+        return replace(found, prepare=first.convert, early=first.add_beside if first.has_early_part else None)
 
     def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
         """Rows in the form that products of this precision take."""
@@ -386,45 +374,108 @@ def _values(x: Rows, offs: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:
     return dequantize_rows_in_use(x, offs, columns=columns) if isinstance(x, RowScaled) else x[:, columns].contiguous()
 
 
-def _strips(x: Rows, aligned: bool, parts: int) -> list[slice]:
-    """Columns of rows to convert to bf16 at a time: for 8-bit rows one of `parts` equal parts, then the rest.
+def _strips(width: int, cut: bool, parts: int) -> list[slice]:
+    """Columns of rows to convert to bf16 at a time: one of `parts` equal parts, then the rest; or all.
 
-    Not aligned: all columns, because gradients of weights are then not computed in parts.
+    cut: fewer columns take less memory, and segments are aligned: otherwise gradients of weights are not computed in
+    parts.
     """
-    first = -(-x.shape[1] // (parts * _STRIP)) * _STRIP
-    cut = aligned and isinstance(x, RowScaled) and first < x.shape[1]
-    return [slice(0, first), slice(first, None)] if cut else [_ALL]
+    first = -(-width // (parts * _STRIP)) * _STRIP
+    return [slice(0, first), slice(first, None)] if cut and first < width else [_ALL]
+
+
+class _Columns(NamedTuple):
+    """Rows whose columns can be had in bf16.
+
+    Attributes:
+        width: number of columns.
+        made: they are made when they are asked for; otherwise they exist, and `values` takes no memory.
+        values: returns the given columns.
+    """
+
+    width: int
+    made: bool
+    values: Callable[[slice], torch.Tensor]
+
+
+def _columns_of(rows: Rows | _Columns, offs: torch.Tensor) -> _Columns:
+    if isinstance(rows, _Columns):
+        return rows
+    return _Columns(rows.shape[1], isinstance(rows, MXTensor | RowScaled), partial(_values, rows, offs))
+
+
+class _FirstGradient:
+    """The gradient of w13, dpre_e^T x_e, whose rows x are made bf16 in strips of their columns."""
+
+    def __init__(self, gradient: _WeightGradient, dpre: torch.Tensor, x: _Columns, aligned: bool) -> None:
+        # Next to the gradient of the rows, a quarter takes no more memory than the peak before.
+        self._strips = _strips(x.width, aligned and x.made, 4)
+        self._gradient, self._dpre, self._aligned = gradient, dpre, aligned
+        self._x: _Columns | None = x
+        self._ready: list[tuple[slice, torch.Tensor]] = []
+
+    @property
+    def has_early_part(self) -> bool:
+        """Whether `convert(False)` will make rows ready whose products fit next to other kernels; the same on all
+        ranks."""
+        return self._aligned and self._x is not None and (len(self._strips) > 1 or not self._x.made)
+
+    def convert(self, room: bool) -> None:
+        """Make the first strip bf16; room: all that are left."""
+        while self._x is not None and (room or not self._x.made or self._strips[0].stop is not None):
+            columns = self._strips.pop(0)
+            self._ready.append((columns, self._x.values(columns)))
+            if not self._strips:
+                self._x = None
+
+    def add_beside(self) -> None:
+        """Compute what `convert` has made ready, next to other kernels."""
+        self._add(_SPARE)
+
+    def found(self) -> torch.Tensor | None:
+        """Compute what is left; the gradient for autograd. Once."""
+        self.convert(True)
+        self._add(0)
+        return self._gradient.found()
+
+    def _add(self, spare: int) -> None:
+        for columns, values in self._ready:
+            self._gradient.add(self._dpre, values, (_ALL, _ALL, columns), spare)
+        self._ready.clear()
 
 
 class _WeightGradient:
-    """The gradient of a weight, x_e^T y_e, new or added to the weight's `main_grad`.
-
-    Attributes:
-        out: destination of its parts, in the weight's shape.
-    """
+    """The gradient of a weight, x_e^T y_e, new or added to the weight's `main_grad`."""
 
     def __init__(self, weight: Any, offs: torch.Tensor, aligned: bool, filled: torch.Tensor | None) -> None:
         self._weight, self._offs, self._aligned, self._filled = weight, offs, aligned, filled
         main: torch.Tensor | None = getattr(weight, "main_grad", None)
         self._main = None if main is None else main.view(weight.shape)
         self._in_place = main is not None and main.dtype == torch.float32 and main.is_contiguous()
-        if self._in_place and self._main is not None:
-            self.out = self._main
-        else:
-            self.out = torch.empty(weight.shape, dtype=torch.bfloat16, device=offs.device)
+        self._out = self._main if self._in_place else None  # else made with its first part
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, part: torch.Tensor) -> None:
-        """Compute a part of `out`."""
+    def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...], spare: int = 0) -> None:
+        """Compute a part of the gradient. spare: as of `weight_gradient`."""
+        if self._out is None:
+            self._out = torch.empty(self._weight.shape, dtype=torch.bfloat16, device=self._offs.device)
         weight_gradient(
-            x, y, self._offs, out=part, accumulate=self._in_place, aligned=self._aligned, filled=self._filled
+            x,
+            y,
+            self._offs,
+            out=self._out[part],
+            accumulate=self._in_place,
+            aligned=self._aligned,
+            filled=self._filled,
+            spare=spare,
         )
 
     def found(self) -> torch.Tensor | None:
         """The gradient for autograd, after all parts have been computed."""
+        assert self._out is not None, "all parts have been computed"
         if self._main is None:
-            return self.out.to(self._weight.dtype)
+            return self._out.to(self._weight.dtype)
         if not self._in_place:
-            self._main.add_(self.out)
+            self._main.add_(self._out)
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True

@@ -44,8 +44,8 @@ def _no_work(params: Params) -> None:
 class ExpertGradients:
     """Result of the backward pass of experts.
 
-    The block calls rows, then prepare twice, then params. It frees the memory of the rows passed to `backward` before
-    the first call.
+    The block calls rows, then prepare, perhaps early, prepare again, then params. It frees the memory of the rows
+    passed to `backward` before the first call.
 
     Attributes:
         rows: computes the gradient of the received rows, [R, H] of the layer's dtype; padding and unused rows may hold
@@ -56,12 +56,16 @@ class ExpertGradients:
         prepare: memory-bound work that runs while the gradient of the rows is in flight; called with False before, and
             with True after, the memory of the result of `rows` is free. A product that fills the GPU would keep the
             exchange, and so all other ranks, from the multiprocessors.
+        early: computes a part of the gradients of the parameters, after the first `prepare`, by kernels next to which
+            those of `DispatchCombineContext.making_room` fit on every multiprocessor. None: there is no such part. The
+            same on all ranks.
     """
 
     rows: Callable[[], torch.Tensor] | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
     prepare: Callable[[bool], None] = _nothing
+    early: Callable[[], None] | None = None
 
 
 class Experts(Protocol):
@@ -224,23 +228,34 @@ class MoEBlock:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
 
-        On a GPU the exchanges use a stream of high priority. The products for the parameters, which come next, fill the
-        GPU. They begin when the gradient of the rows has arrived; otherwise they would keep its programs, here or on
-        other ranks, from multiprocessors. The few programs that return the gradients of the weights fit next to them.
+        On a GPU the exchanges use a stream of high priority. The products for the parameters fill the GPU. Most begin
+        when the gradient of the rows has arrived; otherwise they would keep its programs, here or on other ranks, from
+        multiprocessors. Those of `early` begin before it is sent, and leave room for it. The few programs that return
+        the gradients of the weights fit next to either.
         """
         side = self.layer.comm_stream
         rows = None if found.rows is None else self._of_experts(found.rows)
         if side is None:
             grads = self._send_rows(rows, desc, needs), self._send_weights(found, desc, slots, needs)
             self._of_experts(found.prepare, False)
+            if found.early is not None:
+                self._of_experts(found.early)
             del rows
             self._of_experts(found.prepare, True)
             return grads
+        beside = found.early is not None and needs.rows and steps.makes_room(self.layer.context)
+        if beside:
+            self._of_experts(found.prepare, False)
         side.wait_stream(current_stream())
-        with torch.cuda.stream(side):
+        if beside and found.early is not None:
+            # Launched first: a multiprocessor divides its memory for the first program on it, and a small program on
+            # every one would keep all products waiting (LITTLE_SHARED in runtime/plans/residency.py).
+            self._of_experts(found.early)
+        with torch.cuda.stream(side), self.layer.context.making_room() if beside else nullcontext():
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
-        self._of_experts(found.prepare, False)
+        if not beside:
+            self._of_experts(found.prepare, False)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
         del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer

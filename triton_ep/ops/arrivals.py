@@ -12,8 +12,9 @@ from triton_ep.runtime.plans import experts_backward as plans
 
 
 @library.op(
-    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows) -> Tensor",
-    lambda arrived, copies, counts, at, offs, filled, num_rows: arrived.new_empty(num_rows, arrived.shape[1]),
+    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows, int first, "
+    "int width) -> Tensor",
+    lambda arrived, copies, counts, at, offs, filled, num_rows, first, width: arrived.new_empty(num_rows, width),
 )
 def _expand_arrivals(
     arrived: torch.Tensor,
@@ -23,10 +24,12 @@ def _expand_arrivals(
     offs: torch.Tensor,
     filled: torch.Tensor,
     num_rows: int,
+    first: int,
+    width: int,
 ) -> torch.Tensor:
     (num_arrivals, hidden), experts = arrived.shape, offs.shape[0] - 1
-    out = arrived.new_empty(num_rows, hidden)
-    plan = plans.expand_arrivals(hidden, runtime.INTERPRETING)
+    out = arrived.new_empty(num_rows, width)
+    plan = plans.expand_arrivals(width, runtime.INTERPRETING)
     runtime.launch(
         plan,
         num_arrivals + experts * plan.constexprs["SHARES"] if out.numel() else 0,
@@ -40,6 +43,8 @@ def _expand_arrivals(
         at=at,
         topk=copies.shape[1],
         hidden=hidden,
+        first=first,
+        width=width,
     )
     return out
 
@@ -53,8 +58,9 @@ def expand_arrivals(
     offs: torch.Tensor,
     filled: torch.Tensor,
     num_rows: int,
+    columns: slice = slice(None),
 ) -> torch.Tensor:
-    """[num_rows, H] bf16: each arrived row at the rows of its assignments, zeros in the padding of segments.
+    """[num_rows, W] bf16: each arrived row at the rows of its assignments, zeros in the padding of segments.
 
     Has no gradient. Does not write rows from offs[-1] on.
 
@@ -65,6 +71,7 @@ def expand_arrivals(
             are not read.
         offs: [E + 1] int32, first row of each expert's segment, then the end of the last.
         filled: [E] int32, rows of each segment that hold assignments: the first ones; the rest is padding.
+        columns: the W columns of `arrived` that are wanted.
 
     Raises:
         InputError: operands that do not fit each other.
@@ -82,5 +89,7 @@ def expand_arrivals(
             )
     if copies.ndim != 2 or not 0 <= at < counts.numel():
         raise InputError(f"copies must be [C, K], at an entry of counts; got {list(copies.shape)}, {at}.")
-    found: torch.Tensor = _expand_arrivals(arrived, copies, counts, at, offs.contiguous(), filled, num_rows)
+    first, end, _ = columns.indices(arrived.shape[1])
+    given = (arrived, copies, counts, at, offs.contiguous(), filled, num_rows, first, end - first)
+    found: torch.Tensor = _expand_arrivals(*given)
     return found

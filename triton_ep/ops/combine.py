@@ -12,10 +12,17 @@ import torch
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
+from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_BESIDE, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
 from triton_ep.ops import copy_engines
 from triton_ep.ops.dispatch import fork_network
-from triton_ep.ops.tuning import as_words, combining_programs, sends_aside, summing_programs
+from triton_ep.ops.tuning import (
+    as_words,
+    combining_beside,
+    combining_programs,
+    makes_room,
+    sends_aside,
+    summing_programs,
+)
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
@@ -49,7 +56,7 @@ def combine(
     y, own_row = _publish(ctx, fmt, y, weights, desc, plan, aside)
     out = _make_output(ctx, fmt, desc) if out is None else out
     own = (y, own_row) if own_row >= 0 else (out, -1)  # a tensor of the right type, not read
-    _receive(ctx, fmt, out, own, weights is not None, desc, plan, biases, split=False)
+    _receive(ctx, fmt, out, own, desc, plan, biases, split=False)
     if aside:
         ctx.join()
     return out
@@ -125,7 +132,25 @@ def send(
     plan = _plan(ctx, fmt, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan, split=True)
     out = _make_output(ctx, fmt, desc) if out is None else out
-    return out, partial(_receive, ctx, fmt, out, (out, -1), weights is not None, desc, plan, biases, split=True)
+    return out, partial(_receive, ctx, fmt, out, (out, -1), desc, plan, biases, split=True)
+
+
+class _Kind(NamedTuple):
+    """What decides the kernels of a combine and their grids.
+
+    Attributes:
+        has_weights: the rows have weights.
+        copies: most rows per token that are summed before they are published; 0: rows are published as they are.
+        gathered: each row is one value.
+        by_engines: copy engines send the rows, unless the combine buffer was lent.
+        beside: the kernels run next to products (`DispatchCombineContext.making_room`).
+    """
+
+    has_weights: bool
+    copies: int
+    gathered: bool
+    by_engines: bool
+    beside: bool
 
 
 class _Plan(NamedTuple):
@@ -140,7 +165,7 @@ class _Plan(NamedTuple):
         early: for that, the kernel that pulls is launched early, behind the kernel that publishes; otherwise the latter
             has a stream of its own: where others lie between the two, and in backward passes, whose products wait until
             rows have been published (`wait_published`).
-        by_engines: copy engines send the rows, unless the combine buffer was lent.
+        kind: which kernels these are.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
@@ -150,7 +175,7 @@ class _Plan(NamedTuple):
     turns: int
     overlapped: bool
     early: bool
-    by_engines: bool
+    kind: _Kind
     call: int
 
 
@@ -162,42 +187,44 @@ def _plan(
     of_slots: bool = False,
     gathered: bool = False,
 ) -> _Plan:
-    call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
     by_engines = ctx.config.copy_engines and copy_engines.sends_compact(ctx, fmt, desc, has_weights or of_slots)
-    kind = (has_weights, copies, gathered, by_engines)
+    beside = ctx.beside_products and makes_room(ctx.config, ctx.device) and not (has_weights or of_slots)
+    kind = _Kind(has_weights, copies, gathered, by_engines, beside)
+    call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
+    call |= COMBINE_BESIDE * beside
     grids: tuple[int, int, int, int, bool] | None = fmt.grids.get(kind)
     if grids is None:
-        grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
+        grids = fmt.grids[kind] = _grids(ctx, fmt, kind)
     early = grids[-1] and ctx.config.is_intra_node and not ctx.backward
-    return _Plan(*grids, early, by_engines, call)
+    return _Plan(*grids, early, kind, call)
 
 
-def _grids(
-    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool, by_engines: bool
-) -> tuple[int, int, int, int, bool]:
-    """The `_Plan` of a combine of such rows, without its call; copies: most rows per token to sum before publishing, 0:
-    publish rows as is."""
-    if copies:
-        publisher = _reducer(ctx, fmt, has_weights, copies, gathered)
+def _grids(ctx: DispatchCombineContext, fmt: RowFormat, kind: _Kind) -> tuple[int, int, int, int, bool]:
+    """The `_Plan` of a combine of such rows, up to `overlapped`."""
+    if kind.beside:
+        publishing, pulling, overlapped = combining_beside(ctx.device)
+        return publishing, pulling, STEPS, STEPS, overlapped
+    if kind.copies:
+        publisher = _reducer(ctx, fmt, kind)
     else:  # another kernel publishes rows that are in place already, with as many programs
-        publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
-    puller = _puller(ctx, fmt, has_weights, copies)
-    programs = combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
+        publisher = _stager(ctx, fmt, kind.has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
+    puller = _puller(ctx, fmt, kind)
+    programs = combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, kind.copies > 0)
     publishing, pulling, overlapped = programs
     # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
     turns = STEPS if overlapped or sends_aside(ctx.config, ctx.device) else 2 if INTERPRETING else 1
     # With several nodes, the first half of the steps has the rows whose sums cross the network.
     num_steps = turns if ctx.config.is_intra_node else max(turns, 2)
-    if by_engines:  # all rows arrive before the first is added
+    if kind.by_engines:  # all rows arrive before the first is added
         return publishing, summing_programs(ctx.config, ctx.device, publisher.declared, puller.declared), 1, 1, False
     return publishing, pulling, num_steps, turns, overlapped
 
 
-def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Launcher:
-    kind = (has_weights, copies, gathered)
-    return ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
+def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, kind: _Kind) -> Launcher:
+    given = (kind.has_weights, kind.copies, kind.gathered, kind.beside)
+    return ctx.launcher(("reduce", *given), exchange.reduce, *given, fmt=fmt)
 
 
 def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_words: int) -> Launcher:
@@ -205,15 +232,11 @@ def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_
 
 
 def _puller(
-    ctx: DispatchCombineContext,
-    fmt: RowFormat,
-    has_weights: bool,
-    copies: int,
-    has_bias: bool = False,
-    early: bool = False,
+    ctx: DispatchCombineContext, fmt: RowFormat, kind: _Kind, has_bias: bool = False, early: bool = False
 ) -> Launcher:
-    kind = (has_weights and not copies, copies > 0, has_bias, int(copies == 1))
-    return ctx.launcher(("pull", early, *kind), exchange.pull, *kind, fmt=fmt, early=early)
+    copies = kind.copies
+    given = (kind.has_weights and not copies, copies > 0, has_bias, int(copies == 1), kind.beside)
+    return ctx.launcher(("pull", early, *given), exchange.pull, *given, fmt=fmt, early=early)
 
 
 def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -225,7 +248,6 @@ def _receive(
     fmt: RowFormat,
     out: torch.Tensor,
     own: tuple[torch.Tensor, int],
-    has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
@@ -235,8 +257,8 @@ def _receive(
     aside = None
     if not ctx.config.is_intra_node:
         aside = fork_network(ctx, split)
-        _send_partials(ctx, fmt, has_weights, desc, plan, aside)
-    _pull(ctx, fmt, out, own, has_weights, desc, plan, biases, plan.early and not split)
+        _send_partials(ctx, fmt, desc, plan, aside)
+    _pull(ctx, fmt, out, own, desc, plan, biases, plan.early and not split)
     if aside is not None:
         ctx.crossing.join()
 
@@ -260,7 +282,6 @@ def _publish(
     none.
     """
     ctx.calls.check_combine(desc.dispatch_number)
-    has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
@@ -273,10 +294,10 @@ def _publish(
         if lent or ctx.config.shared_staging:
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
             ctx.launcher(("enter",), exchange.enter).launch(1)
-        if plan.by_engines and not lent:
+        if plan.kind.by_engines and not lent:
             return y, copy_engines.send_compact(ctx, fmt, y, desc, plan.programs, plan.call, split)
         side = ctx.fork() if aside else None
-        _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
+        _reducer(ctx, fmt, plan.kind).launch(
             plan.programs,
             y_ptr=y,
             weights_ptr=weights_arg,
@@ -298,7 +319,7 @@ def _publish(
         return y, -1
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
-    _stager(ctx, fmt, has_weights, row_words).launch(
+    _stager(ctx, fmt, plan.kind.has_weights, row_words).launch(
         plan.programs,
         y_ptr=words,
         weights_ptr=weights_arg,
@@ -326,7 +347,6 @@ def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
 def _send_partials(
     ctx: DispatchCombineContext,
     fmt: RowFormat,
-    has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     aside: torch.cuda.Stream | None,
@@ -337,7 +357,7 @@ def _send_partials(
     """
     sizes, reduced = ctx.sizes, is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
-    kind = (has_weights and not reduced, reduced)
+    kind = (plan.kind.has_weights and not reduced, reduced)
     ctx.launcher(("partial", *kind), exchange.partial, *kind, fmt=fmt).launch(
         plan.pulling,
         like_x_ptr=ctx.local_as("dispatch_output_buf", fmt.dtype),
@@ -356,7 +376,6 @@ def _pull(
     fmt: RowFormat,
     out: torch.Tensor,
     own: tuple[torch.Tensor, int],
-    has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
     biases: tuple[torch.Tensor, ...],
@@ -369,9 +388,7 @@ def _pull(
     """
     sizes = ctx.sizes
     bias, second = biases[0] if biases else out, biases[-1] if biases else out
-    copy_rows = desc.skipped_token_topk_mapping_indices
-    copies = 0 if copy_rows is None else copy_rows.shape[1]
-    _puller(ctx, fmt, has_weights, copies, bool(biases), early).launch(
+    _puller(ctx, fmt, plan.kind, bool(biases), early).launch(
         plan.pulling,
         out_ptr=out,
         bias_ptr=bias,

@@ -239,6 +239,21 @@ def sums_here(multiprocessors: int, send: Program, pull: Program) -> int:
     return max(min(multiprocessors, most // _LAYERS), 1)
 
 
+def makes_room(config: EPConfig, device: torch.device) -> bool:
+    """True if combines can run next to products that compute gradients of weights: as `Shape.makes_room` says."""
+    one_node = config.is_intra_node and config.enable_local_combine
+    return one_node and config.sm_budget is None and overlaps(config, device)
+
+
+def combining_beside(device: torch.device) -> Combining:
+    """Grids of a combine next to products, of which each multiprocessor has as many as it can hold.
+
+    At most one program of the two kernels fits next to these, so there are fewer than multiprocessors.
+    """
+    share = multiprocessors(device) // 33
+    return Combining(24 * share, 8 * share, True)
+
+
 def summing_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program) -> int:
     """Programs that sum rows that have all arrived; arguments as of `combining_programs`."""
     if INTERPRETING:

@@ -338,11 +338,22 @@ def bytes_ahead(constexprs: Mapping[str, Any], token: str) -> int:
     return ahead * tile_bytes + 16 * c["ROWS"] * next_power_of_2(c["TOPK"]) * (ahead + 1) + 1024 if ahead else 0
 
 
-def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
+BESIDE_PRODUCTS = Summing(4, 128, 4096, 4, 1)
+"""A program that fits on a multiprocessor next to two of the products that compute gradients of weights in bf16, or one
+that adds them to float32. These leave 20,480 registers and 1536 bytes of shared memory, of which CUDA takes 1024."""
+
+
+def _beside_products(s: Shape, kernel: str, constexprs: dict[str, Any]) -> Plan:
+    # Tuned tiles were not chosen for this.
+    return replace(BESIDE_PRODUCTS.plan(replace(s, tuned=()), kernel, constexprs), side_by_side=True)
+
+
+def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False, beside: bool = False) -> Plan:
     """Sum expert outputs per token into the buffers of the ranks that add these sums up.
 
     copies: most rows per token, 1 for compact rows, 0 = top-k.
     of_slots: each row has one value, which goes to a column of its own.
+    beside: next to products (`BESIDE_PRODUCTS`).
     """
     most = copies or s.topk
     one_node = s.num_nodes == 1
@@ -356,7 +367,7 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
     else:
         summing = Summing(32, 64, 8192, min(most, 8), 1)  # one program does
     kind = {"HAS_WEIGHTS": has_weights, "TOPK": most, "OF_SLOTS": of_slots, **s.common("WP", "LWP", "MAX_PROGRAMS")}
-    plan = summing.plan(s, "reduce", kind)
+    plan = _beside_products(s, "reduce", kind) if beside else summing.plan(s, "reduce", kind)
     if not of_slots:
         return plan
     # Each load depends on another one, so many are in flight to hide the latency.
@@ -427,10 +438,15 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     return _pull(s, "partial", reduced, _sum(s, has_weights, reduced))
 
 
-def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False, copies: int = 0) -> Plan:
-    """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases. copies: as for `reduce`."""
+def pull(
+    s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False, copies: int = 0, beside: bool = False
+) -> Plan:
+    """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases. copies, beside: as for `reduce`."""
     more = {**s.common("NNP", "ENGINES"), "BLOCK_T": ROUTING_TOKENS, "HAS_BIAS": has_bias}
-    return _pull(s, "pull", reduced, _sum(s, has_weights, reduced) | more, whole_programs(s, copies))
+    constexprs = _sum(s, has_weights, reduced) | more
+    if beside:
+        return _beside_products(s, "pull", constexprs)
+    return _pull(s, "pull", reduced, constexprs, whole_programs(s, copies))
 
 
 def whole_programs(s: Shape, copies: int) -> bool:

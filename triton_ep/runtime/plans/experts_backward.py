@@ -156,7 +156,7 @@ def experts_backward(
             types = {"weights_ptr": "*fp32" if weighted else "*bf16"}
             found.append(_request(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
     if "bf16" in arithmetic:
-        found.append(_request(expand_arrivals(1024, interpreted=False), {}, ("hidden",)))
+        found.append(_request(expand_arrivals(1024, interpreted=False), {}, ("hidden", "first", "width")))
     for mx in (False, True):
         for offs in (False, True):
             types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}

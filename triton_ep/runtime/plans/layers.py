@@ -234,9 +234,13 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
     """copies: most rows per token summed before publishing; 0: none. of_slots: each row has one value."""
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
+        # Next to products, gradients come back without weights.
+        beside = s.makes_room and uses.gradients and copies == s.topk and not (weights or of_slots)
+        rooms = (False, True) if beside else (False,)
         if reduced:
-            plan = exchange.reduce(s, weights, copies, of_slots)
-            yield KernelRequest.of(plan, {"y_ptr": f"*{s.token}"}, hidden)
+            for room in rooms:
+                plan = exchange.reduce(s, weights, copies, of_slots, room)
+                yield KernelRequest.of(plan, {"y_ptr": f"*{s.token}"}, hidden)
         else:
             types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
             yield KernelRequest.of(exchange.stage(s, weights, row_words), types, numbers)
@@ -245,7 +249,8 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
             yield KernelRequest.of(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
         types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr", "own_ptr"), f"*{s.token}")
         for biases in sorted({False, uses.biases}):
-            yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies), types, hidden)
+            for room in rooms if not biases else (False,):
+                yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies, room), types, hidden)
     if reduced:
         yield KernelRequest.of(exchange.enter(s))
     if not reduced:

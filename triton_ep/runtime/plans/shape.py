@@ -152,6 +152,13 @@ class Shape:
         return many and self.local_world_size <= _MOST_RANKS_IN_BULK
 
     @property
+    def makes_room(self) -> bool:
+        """Sums of rows that are combined may run next to products: within one node, without a budget, if they overlap
+        the kernel that pulls them."""
+        overlapped = self.max_tokens >= OVERLAPPED_TOKENS and not self.interpreted
+        return self.num_nodes == 1 and self.enable_local_combine and not self.budgeted and overlapped
+
+    @property
     def _watches_many(self) -> bool:
         """Enough tokens of one node for many programs that send rows, and not too many for those that watch them."""
         enough = self.num_nodes == 1 and self.max_tokens >= OVERLAPPED_TOKENS and self.most_sending > 0
