@@ -36,7 +36,7 @@ def _overlapped(
 
     def overlapping(*given: Any) -> tuple[int, int, int, int, bool]:
         publishing, pulling, num_steps, turns, _ = grids(*given)
-        return publishing, pulling, num_steps, turns, given[3] > 0  # rows are summed before they are published
+        return publishing, pulling, num_steps, turns, given[2].copies > 0  # rows are summed before they are published
 
     def no_stream(self: SideStream) -> None:
         raise AssertionError("a second stream")

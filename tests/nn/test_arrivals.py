@@ -15,6 +15,8 @@ from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.nn.arrivals import keeps_arrivals
 
 HIDDEN, FFN, TOKENS, TOPK = 64, 96, 7, 4
+SHORT = 32
+"""A hidden size whose rows are shorter than those for which staging buffers have room."""
 
 
 def _steps(moe: MoE, rank: int, observed: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
@@ -33,23 +35,23 @@ def _steps(moe: MoE, rank: int, observed: bool) -> tuple[list[torch.Tensor], lis
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         for num in (TOKENS - rank, 3 * rank):
-            x = torch.randn(num, HIDDEN, generator=generator).bfloat16().to(device).requires_grad_()
+            x = torch.randn(num, moe.hidden, generator=generator).bfloat16().to(device).requires_grad_()
             ids = torch.rand(num, moe.exchange.config.num_experts, generator=generator).topk(TOPK, 1).indices
             ids = torch.where(torch.rand(num, TOPK, generator=generator) < 0.2, -1, ids).to(device)
             weights = (torch.rand(num, TOPK, generator=generator) + 0.5).to(device).requires_grad_()
             found.append(moe(x, topk_idx=ids, topk_weights=weights))
             leaves.append([x, weights, *moe.experts.parameters()])
-            grads.append(torch.randn(num, HIDDEN, generator=generator).bfloat16().to(device))
+            grads.append(torch.randn(num, moe.hidden, generator=generator).bfloat16().to(device))
     for y, given, grad in zip(list(found), leaves, grads, strict=True):
         found += torch.autograd.grad(y, given, grad)
     return found, shapes
 
 
-def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any, observed: bool) -> None:
+def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any, observed: bool, hidden: int = HIDDEN) -> None:
     world = nodes * ranks_per_node
     torch.manual_seed(3)
     moe = MoE(
-        HIDDEN,
+        hidden,
         FFN,
         num_experts=4 * world,
         topk=TOPK,
@@ -70,12 +72,12 @@ def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any, observed: 
         expanded, wide = _steps(moe, rank, observed)
     for seen, want in zip(kept, expanded, strict=True):
         assert torch.isfinite(want).all() and torch.equal(seen, want)
-    of_rows = [shape for shape in wide if shape[1:] == (HIDDEN,)]
-    of_arrivals = [shape for shape in shapes if shape[1:] == (HIDDEN,)]
+    of_rows = [shape for shape in wide if shape[1:] == (hidden,)]
+    of_arrivals = [shape for shape in shapes if shape[1:] == (hidden,)]
     assert sum(map(len, of_rows)) and max(of_arrivals) < max(of_rows)
     if rows is not None:
-        assert (rows, HIDDEN) in of_rows and (rows, HIDDEN) not in of_arrivals
-        assert (world * TOKENS, HIDDEN) in of_arrivals
+        assert (rows, hidden) in of_rows and (rows, hidden) not in of_arrivals
+        assert (world * TOKENS, hidden) in of_arrivals
     if capacity != 128:  # overflow is an error there
         moe.check()
     finalize_exchanges()
@@ -94,6 +96,12 @@ ON_CPU = {False: [CASES[0], *CASES[4:]], True: [CASES[0], CASES[2]]}
 def test_the_same_bits_from_what_arrived(run_ranks, nodes, ranks_per_node, capacity, observed):
     """Gradients of tokens, weights and parameters, with two micro-batches in flight, by autograd and as an op."""
     run_ranks(_check, nodes, ranks_per_node, capacity, observed)
+
+
+@pytest.mark.plain
+def test_rows_shorter_than_their_places(run_ranks):
+    """Buffers have room for longer rows."""
+    run_ranks(_check, 1, 2, 3.0, False, SHORT)
 
 
 @pytest.mark.plain

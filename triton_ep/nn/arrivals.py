@@ -64,7 +64,9 @@ def copy_arrivals(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
     """Copy the staging rows of the latest dispatch; call it before its combine, which may overwrite them."""
     copies, ctx = desc.skipped_token_topk_mapping_indices, layer.context
     assert copies is not None, "with local combine"
-    rows = ctx.local("stage_x")[: copies.shape[0]].view(torch.bfloat16)
+    # The buffer has room for longer rows, too.
+    staged = ctx.local_as("stage_x", torch.bfloat16).view(-1)
+    rows = staged[: copies.shape[0] * ctx.config.hidden].view(-1, ctx.config.hidden)
     return Arrived(rows.clone(), ctx.config.rank)
 
 
