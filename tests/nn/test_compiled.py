@@ -34,7 +34,7 @@ class _Model(torch.nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=current_heap().device, dtype=torch.bfloat16)
-        self.layers = torch.nn.ModuleList(MoE(HIDDEN, FFN, **SIZES, **options) for options in layers)
+        self.layers = torch.nn.ModuleList(MoE(HIDDEN, FFN, **{**SIZES, **options}) for options in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H]."""
@@ -92,7 +92,8 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
 def test_a_model_compiles_into_one_graph(run_ranks):
     """fullgraph=True, static and exact: results and gradients of eager, with other weights and numbers of tokens."""
     static = {"capacity": 2.0, "bias": True, "params_dtype": torch.float32}
-    run_ranks(_compiled, 1, RANKS, (static, {"payload": "mxfp8", "separate": True}))
+    of_one_expert = {"separate": True, "num_experts": RANKS, "topk": 1}  # gradients of its halves lie side by side
+    run_ranks(_compiled, 1, RANKS, (static, {"payload": "mxfp8", "separate": True}, of_one_expert))
 
 
 def _ops(rank: int, nodes: int, ranks_per_node: int) -> None:

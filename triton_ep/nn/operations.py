@@ -207,8 +207,19 @@ def _moe_backward(
         joined = owner.joined(own)
         grad_x, grad_weights, of_joined = block._backward(grad, desc, slots, saved, joined, wanted)
         of_params = owner.parted(of_joined, own)
-    nothing = grad.new_empty(0)
-    return [nothing.clone() if each is None else each for each in (grad_x, grad_weights, *of_params)]
+    return _apart([grad.new_empty(0) if each is None else each for each in (grad_x, grad_weights, *of_params)])
+
+
+def _apart(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, copied where they lie in the memory of another one, as the halves of one expert's gradient do: an op
+    may not return those."""
+    storages: set[int] = set()
+    for number, each in enumerate(found):
+        address = each.untyped_storage().data_ptr()
+        if address in storages:
+            found[number] = each.clone()
+        storages.add(address)
+    return found
 
 
 def _refuse_backward(kept: Sequence[torch.Tensor], needs: list[bool], layer: int, experts: int) -> None:
