@@ -15,14 +15,15 @@ from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.layers import layers_of
+from triton_ep.kernels.device.codes import LANDING_WORDS
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.reference.channel_scales import quantize_channels
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.library import Library
-from triton_ep.runtime.plans import layers
+from triton_ep.runtime.plans import exchange, layers
 from triton_ep.runtime.plans.request import KernelRequest
-from triton_ep.runtime.plans.shape import Plan
+from triton_ep.runtime.plans.shape import Plan, Shape
 from triton_ep.testing import make_workload
 
 ON_HOST = "launches are recorded in the interpreter"
@@ -102,6 +103,37 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
                 layer.dispatch_again(work.x, desc, landing=landing)
             uses = layers.LayerCalls(landing=landings)
     _assert_named(found, layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses))
+
+
+def test_bytes_of_any_dtype_are_one_variant() -> None:
+    """Rows that stay on their rank are read as bytes where the caller has them; the interpreter gets views of bytes."""
+    shape = Shape(1024, 256, 3, 8, 2, 2, enable_local_combine=True)
+    built = {each.signature() for each in layers.layer_requests(shape)}
+    plan = exchange.expand(shape, LANDING_WORDS, True, True, 64)
+    launcher = runtime.Launcher(plan)
+    for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
+        args: list[Any] = []
+        for name, declared in launcher._types.items():
+            of_rows = {"x_ptr": dtype, "recv_x_ptr": torch.int64, "recv_scale_ptr": torch.uint8}.get(name)
+            kinds = {"*u8": torch.uint8, "*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32}
+            pointer = declared[0] == "*"
+            args.append(torch.zeros(16, dtype=of_rows or kinds[declared]) if pointer else 64)
+        assert launcher._request(args, ()).signature() in built, dtype
+
+
+@pytest.mark.parametrize("change", [{}, {"max_tokens": 512}, {"enable_local_combine": False}, {"budgeted": True}])
+def test_combines_next_to_products_are_built(change: dict[str, Any]) -> None:
+    """Where a module may request them, whether its router has gradients or not; on CPU ranks none does."""
+    sizes: dict[str, Any] = {"max_tokens": 1024, "hidden": 256, "topk": 3, "num_experts": 8, "world_size": 2}
+    shape = Shape(**{**sizes, "local_world_size": 2, "enable_local_combine": True, **change})
+    built = {each.signature() for each in layers.layer_requests(shape, layers.LayerCalls(gradients=False))}
+    outputs = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr", "own_ptr"), "*bf16")
+    wanted = (
+        (exchange.reduce(shape, False, 3, beside=True), {"y_ptr": "*bf16"}),
+        (exchange.pull(shape, False, True, copies=3, beside=True), outputs),
+    )
+    for plan, types in wanted:
+        assert (KernelRequest.of(plan, types, {"hidden": 256}).signature() in built) == (not change)
 
 
 @pytest.mark.plain

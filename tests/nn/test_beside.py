@@ -60,6 +60,34 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any], 
     finalize_exchanges()
 
 
+def _check_graph(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    sizes = {**SIZES, "num_experts": 4 * ranks_per_node, "max_tokens": OVERLAPPED_TOKENS}
+    moe = MoE(HIDDEN, FFN, **sizes, **options)
+    device, found = current_heap().device, []
+    x = torch.randn(OVERLAPPED_TOKENS - rank, HIDDEN, device=device).bfloat16().requires_grad_()
+    ids = torch.rand(len(x), sizes["num_experts"], device=device).topk(TOPK, 1).indices
+    weights = torch.rand(len(x), TOPK, device=device).requires_grad_()
+
+    def step() -> None:
+        y = moe(x, topk_idx=ids, topk_weights=weights)
+        found[:] = torch.autograd.grad(y, [x, weights, *moe.parameters()], torch.ones_like(y))
+
+    step()
+    wanted = [each.clone() for each in found]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for _ in range(3):
+        for each in found:
+            each.zero_()
+        graph.replay()
+        for seen, want in zip(found, wanted, strict=True):
+            assert torch.equal(seen, want)
+    moe.check()
+    finalize_exchanges()
+
+
 KINDS = [{"payload": "mxfp8", "capacity": 3.0}, {"capacity": 3.0}, {"payload": "mxfp8", "precision": "exact"}, {}]
 
 
@@ -75,6 +103,15 @@ def test_the_same_bits_next_to_products(run_ranks, ranks: tuple[int, int], optio
 def test_next_to_products_that_add_to_main_grad(run_ranks) -> None:
     """The gradient is added once."""
     run_ranks(_check, 1, 2, KINDS[0], True)
+
+
+@pytest.mark.plain
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", KINDS[:2], ids=str)
+def test_in_a_graph(run_ranks, ranks: int, options: dict[str, Any]) -> None:
+    """A replay starts the kernels of both streams, in whatever order, and computes the same bits."""
+    run_ranks(_check_graph, 1, ranks, options)
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 33])

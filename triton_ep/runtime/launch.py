@@ -54,6 +54,8 @@ if INTERPRETING:
     interpreter.install()
 
 ExternLibs = Mapping[str, str] | Callable[[], Mapping[str, str] | None] | None
+_BYTES = "*u8"
+"""Declared type of an argument that takes tensors of any dtype: the kernel reads their bytes."""
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -477,7 +479,8 @@ class Launcher:
             if isinstance(arg, Boxes):
                 actual = arg.type
             elif isinstance(arg, torch.Tensor):
-                actual = f"*{_TYPES.get(arg.dtype, arg.dtype)}"
+                if declared != _BYTES:
+                    actual = f"*{_TYPES.get(arg.dtype, arg.dtype)}"
             elif not -(2**31) <= arg < 2**31:
                 actual = "i64"
             if actual != declared:

@@ -235,7 +235,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         # Next to products, gradients come back without weights.
-        beside = s.makes_room and uses.gradients and copies == s.topk and not (weights or of_slots)
+        beside = s.makes_room and copies == s.topk and not (weights or of_slots)
         rooms = (False, True) if beside else (False,)
         if reduced:
             for room in rooms:
