@@ -1,0 +1,179 @@
+"""Makes calls of layers and modules on one rank as on a GPU, without one, and prints the kernels that they request.
+
+    TRITON_INTERPRET=1 python launches_of_gpus_program.py
+
+No kernel runs: results are whatever is in memory. So the calls are those that the host need not read anything for. The
+last line is JSON: for each group of calls, the requests that no library built for it has, and how many there were.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import EPAll2AllLayer, MXTensor, autograd
+from triton_ep.context.given import RoutingMap, Rows
+from triton_ep.context.streams import SideStream
+from triton_ep.distributed import initialize_distributed
+from triton_ep.nn import MoE
+from triton_ep.nn.exchanges import new_exchange
+from triton_ep.ops import token_layout
+from triton_ep.reference.channel_scales import quantize_channels
+from triton_ep.runtime import jit_cache, launch
+from triton_ep.runtime.plans import experts, experts_backward, layers, products
+from triton_ep.runtime.plans.request import KernelRequest
+
+TOKENS, HIDDEN, TOPK, EXPERTS, FFN = 1024, 1024, 4, 8, 512
+FEW = 64
+REQUESTED: dict[str, str] = {}
+
+
+def as_on_a_gpu() -> None:
+    """Record launches instead of making them; decide everything as for an H200."""
+
+    def record(self: launch.Launcher, grid: int, args: tuple[Any, ...], stream: Any) -> None:
+        if grid:
+            pointers = [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 for arg in args]
+            request = self._request(args, [i for i, address in enumerate(pointers) if address & 15])
+            REQUESTED[request.signature()] = request.text()
+
+    def by_name(self: launch.Launcher) -> Callable[..., None]:
+        return launch._by_name(self.plan.kernel, self._names, self._launch)
+
+    for module in [each for name, each in sys.modules.items() if name.startswith("triton_ep")]:
+        if hasattr(module, "INTERPRETING"):
+            module.INTERPRETING = False
+    launch.Launcher._launch, launch.Launcher._short_cut = record, by_name
+    launch.architecture = lambda: "sm_90"
+    jit_cache.current = lambda *_: None
+    SideStream.fork = SideStream.join = SideStream.wait_joined = lambda self: None
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+
+
+def missing(wanted: list[KernelRequest]) -> dict[str, Any]:
+    """What was requested since the last call, and is not wanted."""
+    built = {each.signature() for each in wanted}
+    found = {"missing": [text for key, text in REQUESTED.items() if key not in built], "requested": len(REQUESTED)}
+    REQUESTED.clear()
+    return found
+
+
+@contextmanager
+def layer_of(**options: Any) -> Iterator[EPAll2AllLayer]:
+    """A static layer of one rank."""
+    sizes = options.pop("max_tokens", TOKENS), HIDDEN, TOPK, 0, EXPERTS, 1, 1
+    options = {"num_sm": 20, "capacity": TOKENS * TOPK + EXPERTS * 128, **options}
+    yield EPAll2AllLayer(dist.group.WORLD, *sizes, **options)
+
+
+def calls_of_a_layer(landings: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+    """Dispatches by ids of both dtypes, with and without weights, and their combines and backward passes."""
+    with layer_of(**options) as layer:
+        num = layer.config.max_tokens
+        x, ids, weights = torch.zeros(num, HIDDEN).bfloat16(), torch.zeros(num, TOPK), torch.ones(num, TOPK)
+        for dtype in (torch.int32, torch.int64):
+            for given in (None, weights):
+                rows, row_weights, desc = layer.dispatch(x, ids.to(dtype), given)
+                y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
+                layer.combine(y, desc, weights=row_weights)
+        with layer.context.making_room(), layer.context.backward_pass():
+            layer.combine(y, desc)
+        for landing in landings:
+            layer.dispatch_again(x, layer.dispatch(x, ids.long(), weights, landing=landing)[2], landing=landing)
+        rows, row_weights, desc = autograd.dispatch(layer, x.requires_grad_(), ids.long(), weights.requires_grad_())
+        y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
+        autograd.combine(layer, y.detach().requires_grad_(), desc, row_weights).sum().backward()
+        uses = layers.LayerCalls(landing=landings)
+        return missing(layers.layer_requests(layer.config.shape(layer.context.network, False), uses))
+
+
+def calls_of_integrations() -> dict[str, Any]:
+    """Compact rows, in one byte, too; rows by routing maps, with scales; the layout."""
+    with layer_of(capacity=None) as exact, layer_of() as static, torch.no_grad():
+        x, ids, weights = torch.zeros(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOPK), torch.ones(TOKENS, TOPK)
+        data, scale = quantize_channels(x, False, False)
+        for dtype in (torch.int32, torch.int64):
+            token_layout.token_layout(ids.to(dtype), EXPERTS, 1, 1, token_layout.LayoutMemory())
+            for given in (None, weights):
+                got = exact.dispatch_compact(x, ids.to(dtype), given, num_rows=TOKENS)
+                exact.combine(got.x, got.layout_desc)
+                exact.dispatch_compact(data, ids.to(dtype), given, scale=scale, num_rows=TOKENS)
+                static.dispatch_scaled(data, scale, ids.to(dtype), given)
+        routed = torch.ones(TOKENS, EXPERTS, dtype=torch.bool)
+        for probs in (None, torch.ones(TOKENS, EXPERTS)):
+            static.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, None), None)
+        uses = layers.LayerCalls(compact=True, fp8_rows=True, maps=True)
+        return missing(layers.layer_requests(static.config.shape(static.context.network, False), uses))
+
+
+def calls_of_low_latency(**options: Any) -> dict[str, Any]:
+    """Dispatches with and without weights, by ids of both dtypes, of MXTensors, too; combines of either weights."""
+    with layer_of(max_tokens=FEW, low_latency=True, **options) as layer, torch.no_grad():
+        x, ids, weights = torch.zeros(FEW, HIDDEN).bfloat16(), torch.zeros(FEW, TOPK), torch.ones(FEW, TOPK)
+        quantised = (
+            torch.zeros(FEW, HIDDEN, dtype=torch.float8_e4m3fn),
+            torch.zeros(FEW, HIDDEN // 32).byte().view(torch.float8_e8m0fnu),
+        )
+        given = [x, MXTensor(*quantised, torch.float8_e4m3fn, 32, torch.bfloat16)]
+        for rows in given[: 2 if layer.config.payload else 1]:
+            for dtype in (torch.int32, torch.int64):
+                for factors in (None, weights):
+                    got, row_weights, desc = layer.dispatch(rows, ids.to(dtype), factors)
+                    y = torch.zeros(got.shape, dtype=torch.bfloat16)
+                    layer.combine(y, desc, weights=row_weights)
+        layer.combine(y, desc, weights=weights)
+        return missing(layers.layer_requests(layer.config.shape(layer.context.network, False)))
+
+
+def step_of_a_module(**options: Any) -> dict[str, Any]:
+    """A step of a module whose router is given, then one whose gradients are added to main_grad, then inference."""
+    sizes = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "capacity": 2.0, "num_sm": 20}
+    precision = {name: options.pop(name) for name in ("precision",) if name in options}
+    exchange = new_exchange(HIDDEN, **sizes, **options)
+    moe = MoE(HIDDEN, FFN, **sizes, **options, **precision, router=False, exchange=exchange)
+    x = torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_()
+    weights = torch.ones(TOKENS, TOPK).requires_grad_()
+    ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    y = moe(x, topk_idx=ids, topk_weights=weights)
+    torch.autograd.grad(y, [x, weights, *moe.parameters()], torch.zeros_like(y))
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    moe(x, topk_idx=ids, topk_weights=weights).sum().backward()
+    with torch.no_grad():
+        moe(x, topk_idx=ids, topk_weights=weights)
+    arithmetic = ("bf16", "fp8", "fast")
+    wanted = layers.layer_requests(
+        exchange.config.shape(exchange.context.network, False), layers.LayerCalls(landing=("row", "bf16"))
+    )
+    wanted += experts.experts(EXPERTS, arithmetic, exact=True) + experts_backward.experts_backward(EXPERTS, arithmetic)
+    return missing(wanted + products.mxfp8(EXPERTS))
+
+
+def main() -> None:
+    """Print what is missing."""
+    initialize_distributed()
+    as_on_a_gpu()
+    found = {
+        "bf16": calls_of_a_layer(),
+        "summed": calls_of_a_layer(enable_local_combine=True, alignment=128),
+        "mxfp8": calls_of_a_layer(("row", "bf16"), payload="mxfp8", alignment=128, enable_local_combine=True),
+        "budget": calls_of_a_layer(sm_budget=24),
+        "few tokens": calls_of_a_layer(max_tokens=FEW),
+        "low latency": calls_of_low_latency(),
+        "low latency in mxfp8": calls_of_low_latency(payload="mxfp8", alignment=128),
+        "integrations": calls_of_integrations(),
+        "module": step_of_a_module(),
+        "module in mxfp8": step_of_a_module(payload="mxfp8"),
+        "exact": step_of_a_module(payload="mxfp8", precision="exact"),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
