@@ -1,6 +1,6 @@
-"""Makes calls of layers and modules on one rank as on a GPU, without one, and prints the kernels that they request.
+"""Makes calls of layers and modules as on a GPU, without one, and prints the kernels that they request.
 
-    TRITON_INTERPRET=1 python launches_of_gpus_program.py
+    TRITON_INTERPRET=1 python launches_of_gpus_program.py [RANKS_PER_NODE]
 
 No kernel runs: results are whatever is in memory. So the calls are those that the host need not read anything for. The
 last line is JSON: for each group of calls, the requests that no library built for it has, and how many there were.
@@ -30,6 +30,7 @@ from triton_ep.runtime.plans.request import KernelRequest
 
 TOKENS, HIDDEN, TOPK, EXPERTS, FFN = 1024, 1024, 4, 8, 512
 FEW = 64
+RANKS_PER_NODE = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 REQUESTED: dict[str, str] = {}
 
 
@@ -67,7 +68,8 @@ def missing(wanted: list[KernelRequest]) -> dict[str, Any]:
 @contextmanager
 def layer_of(**options: Any) -> Iterator[EPAll2AllLayer]:
     """A static layer of one rank."""
-    sizes = options.pop("max_tokens", TOKENS), HIDDEN, TOPK, 0, EXPERTS, 1, 1
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = options.pop("max_tokens", TOKENS), HIDDEN, TOPK, rank, EXPERTS, RANKS_PER_NODE, world
     options = {"num_sm": 20, "capacity": TOKENS * TOPK + EXPERTS * 128, **options}
     yield EPAll2AllLayer(dist.group.WORLD, *sizes, **options)
 
@@ -99,7 +101,9 @@ def calls_of_integrations() -> dict[str, Any]:
         x, ids, weights = torch.zeros(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOPK), torch.ones(TOKENS, TOPK)
         data, scale = quantize_channels(x, False, False)
         for dtype in (torch.int32, torch.int64):
-            token_layout.token_layout(ids.to(dtype), EXPERTS, 1, 1, token_layout.LayoutMemory())
+            token_layout.token_layout(
+                ids.to(dtype), EXPERTS, RANKS_PER_NODE, RANKS_PER_NODE, token_layout.LayoutMemory()
+            )
             for given in (None, weights):
                 got = exact.dispatch_compact(x, ids.to(dtype), given, num_rows=TOKENS)
                 exact.combine(got.x, got.layout_desc)
@@ -151,8 +155,9 @@ def step_of_a_module(**options: Any) -> dict[str, Any]:
     wanted = layers.layer_requests(
         exchange.config.shape(exchange.context.network, False), layers.LayerCalls(landing=("row", "bf16"))
     )
-    wanted += experts.experts(EXPERTS, arithmetic, exact=True) + experts_backward.experts_backward(EXPERTS, arithmetic)
-    return missing(wanted + products.mxfp8(EXPERTS))
+    mine = EXPERTS // dist.get_world_size()
+    wanted += experts.experts(mine, arithmetic, exact=True) + experts_backward.experts_backward(mine, arithmetic)
+    return missing(wanted + products.mxfp8(mine))
 
 
 def main() -> None:
@@ -164,6 +169,15 @@ def main() -> None:
         "summed": calls_of_a_layer(enable_local_combine=True, alignment=128),
         "mxfp8": calls_of_a_layer(("row", "bf16"), payload="mxfp8", alignment=128, enable_local_combine=True),
         "budget": calls_of_a_layer(sm_budget=24),
+    }
+    one_node = dist.get_world_size() == RANKS_PER_NODE
+    found |= of_one_node() if one_node else {}
+    print(json.dumps(found))
+
+
+def of_one_node() -> dict[str, dict[str, Any]]:
+    """What is missing of calls that need one node."""
+    return {
         "few tokens": calls_of_a_layer(max_tokens=FEW),
         "low latency": calls_of_low_latency(),
         "low latency in mxfp8": calls_of_low_latency(payload="mxfp8", alignment=128),
@@ -172,7 +186,6 @@ def main() -> None:
         "module in mxfp8": step_of_a_module(payload="mxfp8"),
         "exact": step_of_a_module(payload="mxfp8", precision="exact"),
     }
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs import environment_of_programs, run_program
+from tests.programs import run_ranks_of
 
 PROGRAM = Path(__file__).parent / "launches_of_gpus_program.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the program stands in for a GPU")
-def test_libraries_have_what_is_requested_on_gpus() -> None:
+@pytest.mark.parametrize(("ranks", "ranks_per_node", "groups"), [(1, 1, 11), (2, 2, 11), (2, 1, 4)])
+def test_libraries_have_what_is_requested_on_gpus(ranks: int, ranks_per_node: int, groups: int) -> None:
     """Dispatches, combines, backward passes, integrations' rows, steps of modules, as far as the host reads nothing."""
-    done = run_program([PROGRAM], env={**environment_of_programs(), "TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 11 and all(each["requested"] > 2 for each in found.values())
-    assert {name: each["missing"] for name, each in found.items() if each["missing"]} == {}
+    for line in run_ranks_of([PROGRAM, str(ranks_per_node)], ranks).splitlines()[-ranks:]:
+        found = json.loads(line)
+        assert len(found) == groups and all(each["requested"] > 2 for each in found.values())
+        assert {name: each["missing"] for name, each in found.items() if each["missing"]} == {}
