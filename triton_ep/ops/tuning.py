@@ -251,7 +251,7 @@ def combining_beside(device: torch.device) -> Combining:
     At most one program of the two kernels fits next to these, so there are fewer than multiprocessors.
     """
     share = multiprocessors(device) // 33
-    return Combining(24 * share, 8 * share, True)
+    return Combining(21 * share, 11 * share, True)
 
 
 def summing_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program) -> int:
