@@ -8,8 +8,7 @@ last line is JSON: for each group of calls, the requests that no library built f
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,86 +64,87 @@ def missing(wanted: list[KernelRequest]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def layer_of(**options: Any) -> Iterator[EPAll2AllLayer]:
-    """A static layer of one rank."""
+def layer_of(**options: Any) -> EPAll2AllLayer:
+    """A layer, static unless `options` say otherwise. It is not finalized: ranks would wait for kernels."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = options.pop("max_tokens", TOKENS), HIDDEN, TOPK, rank, EXPERTS, RANKS_PER_NODE, world
     options = {"num_sm": 20, "capacity": TOKENS * TOPK + EXPERTS * 128, **options}
-    yield EPAll2AllLayer(dist.group.WORLD, *sizes, **options)
+    return EPAll2AllLayer(dist.group.WORLD, *sizes, **options)
+
+
+def inputs(num: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, ids and weights of so many tokens."""
+    return torch.zeros(num, HIDDEN).bfloat16(), torch.zeros(num, TOPK, dtype=torch.int64), torch.ones(num, TOPK)
+
+
+def missing_of(layer: EPAll2AllLayer, **uses: Any) -> dict[str, Any]:
+    """`missing` of what is built for a layer that is used in this way."""
+    shape = layer.config.shape(layer.context.network, False)
+    return missing(layers.layer_requests(shape, layers.LayerCalls(**uses)))
 
 
 def calls_of_a_layer(landings: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
     """Dispatches by ids of both dtypes, with and without weights, and their combines and backward passes."""
-    with layer_of(**options) as layer:
-        num = layer.config.max_tokens
-        x, ids, weights = torch.zeros(num, HIDDEN).bfloat16(), torch.zeros(num, TOPK), torch.ones(num, TOPK)
-        for dtype in (torch.int32, torch.int64):
-            for given in (None, weights):
-                rows, row_weights, desc = layer.dispatch(x, ids.to(dtype), given)
-                y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
-                layer.combine(y, desc, weights=row_weights)
-        with layer.context.making_room(), layer.context.backward_pass():
-            layer.combine(y, desc)
-        for landing in landings:
-            layer.dispatch_again(x, layer.dispatch(x, ids.long(), weights, landing=landing)[2], landing=landing)
-        rows, row_weights, desc = autograd.dispatch(layer, x.requires_grad_(), ids.long(), weights.requires_grad_())
-        y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
-        autograd.combine(layer, y.detach().requires_grad_(), desc, row_weights).sum().backward()
-        uses = layers.LayerCalls(landing=landings)
-        return missing(layers.layer_requests(layer.config.shape(layer.context.network, False), uses))
+    layer = layer_of(**options)
+    x, ids, weights = inputs(layer.config.max_tokens)
+    for dtype in (torch.int32, torch.int64):
+        for given in (None, weights):
+            rows, row_weights, desc = layer.dispatch(x, ids.to(dtype), given)
+            y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
+            layer.combine(y, desc, weights=row_weights)
+    with layer.context.making_room(), layer.context.backward_pass():
+        layer.combine(y, desc)
+    for landing in landings:
+        layer.dispatch_again(x, layer.dispatch(x, ids, weights, landing=landing)[2], landing=landing)
+    rows, row_weights, desc = autograd.dispatch(layer, x.requires_grad_(), ids, weights.requires_grad_())
+    y = rows.qdata.to(torch.bfloat16) if isinstance(rows, MXTensor) else rows
+    autograd.combine(layer, y.detach().requires_grad_(), desc, row_weights).sum().backward()
+    return missing_of(layer, landing=landings)
 
 
+@torch.no_grad()
 def calls_of_integrations() -> dict[str, Any]:
     """Compact rows, in one byte, too; rows by routing maps, with scales; the layout."""
-    with layer_of(capacity=None) as exact, layer_of() as static, torch.no_grad():
-        x, ids, weights = torch.zeros(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOPK), torch.ones(TOKENS, TOPK)
-        data, scale = quantize_channels(x, False, False)
-        for dtype in (torch.int32, torch.int64):
-            token_layout.token_layout(
-                ids.to(dtype), EXPERTS, RANKS_PER_NODE, RANKS_PER_NODE, token_layout.LayoutMemory()
-            )
-            for given in (None, weights):
-                got = exact.dispatch_compact(x, ids.to(dtype), given, num_rows=TOKENS)
-                exact.combine(got.x, got.layout_desc)
-                exact.dispatch_compact(data, ids.to(dtype), given, scale=scale, num_rows=TOKENS)
-                static.dispatch_scaled(data, scale, ids.to(dtype), given)
-        routed = torch.ones(TOKENS, EXPERTS, dtype=torch.bool)
-        for probs in (None, torch.ones(TOKENS, EXPERTS)):
-            static.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, None), None)
-        uses = layers.LayerCalls(compact=True, fp8_rows=True, maps=True)
-        return missing(layers.layer_requests(static.config.shape(static.context.network, False), uses))
+    exact, static = layer_of(capacity=None), layer_of()
+    x, ids, weights = inputs()
+    data, scale = quantize_channels(x, False, False)
+    for dtype in (torch.int32, torch.int64):
+        token_layout.token_layout(ids.to(dtype), EXPERTS, RANKS_PER_NODE, RANKS_PER_NODE, token_layout.LayoutMemory())
+        for given in (None, weights):
+            got = exact.dispatch_compact(x, ids.to(dtype), given, num_rows=TOKENS)
+            exact.combine(got.x, got.layout_desc)
+            exact.dispatch_compact(data, ids.to(dtype), given, scale=scale, num_rows=TOKENS)
+            static.dispatch_scaled(data, scale, ids.to(dtype), given)
+    routed = torch.ones(TOKENS, EXPERTS, dtype=torch.bool)
+    for probs in (None, torch.ones(TOKENS, EXPERTS)):
+        static.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, None), None)
+    return missing_of(static, compact=True, fp8_rows=True, maps=True)
 
 
+@torch.no_grad()
 def calls_of_low_latency(**options: Any) -> dict[str, Any]:
     """Dispatches with and without weights, by ids of both dtypes, of MXTensors, too; combines of either weights."""
-    with layer_of(max_tokens=FEW, low_latency=True, **options) as layer, torch.no_grad():
-        x, ids, weights = torch.zeros(FEW, HIDDEN).bfloat16(), torch.zeros(FEW, TOPK), torch.ones(FEW, TOPK)
-        quantised = (
-            torch.zeros(FEW, HIDDEN, dtype=torch.float8_e4m3fn),
-            torch.zeros(FEW, HIDDEN // 32).byte().view(torch.float8_e8m0fnu),
-        )
-        given = [x, MXTensor(*quantised, torch.float8_e4m3fn, 32, torch.bfloat16)]
-        for rows in given[: 2 if layer.config.payload else 1]:
-            for dtype in (torch.int32, torch.int64):
-                for factors in (None, weights):
-                    got, row_weights, desc = layer.dispatch(rows, ids.to(dtype), factors)
-                    y = torch.zeros(got.shape, dtype=torch.bfloat16)
-                    layer.combine(y, desc, weights=row_weights)
-        layer.combine(y, desc, weights=weights)
-        return missing(layers.layer_requests(layer.config.shape(layer.context.network, False)))
+    layer = layer_of(max_tokens=FEW, low_latency=True, **options)
+    x, ids, weights = inputs(FEW)
+    data, scale = x.to(torch.float8_e4m3fn), torch.zeros(FEW, HIDDEN // 32).byte().view(torch.float8_e8m0fnu)
+    quantised = [MXTensor(data, scale, torch.float8_e4m3fn, 32, torch.bfloat16)] if layer.config.payload else []
+    for rows in (x, *quantised):
+        for dtype in (torch.int32, torch.int64):
+            for factors in (None, weights):
+                got, row_weights, desc = layer.dispatch(rows, ids.to(dtype), factors)
+                y = torch.zeros(got.shape, dtype=torch.bfloat16)
+                layer.combine(y, desc, weights=row_weights)
+    layer.combine(y, desc, weights=weights)
+    return missing_of(layer)
 
 
-def step_of_a_module(**options: Any) -> dict[str, Any]:
+def step_of_a_module(precision: str = "default", **options: Any) -> dict[str, Any]:
     """A step of a module whose router is given, then one whose gradients are added to main_grad, then inference."""
     sizes = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "capacity": 2.0, "num_sm": 20}
-    precision = {name: options.pop(name) for name in ("precision",) if name in options}
     exchange = new_exchange(HIDDEN, **sizes, **options)
-    moe = MoE(HIDDEN, FFN, **sizes, **options, **precision, router=False, exchange=exchange)
-    x = torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_()
-    weights = torch.ones(TOKENS, TOPK).requires_grad_()
-    ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
-    y = moe(x, topk_idx=ids, topk_weights=weights)
+    moe = MoE(HIDDEN, FFN, **sizes, **options, precision=precision, router=False, exchange=exchange)
+    x, ids, weights = inputs()
+    y = moe(x.requires_grad_(), topk_idx=ids, topk_weights=weights.requires_grad_())
     torch.autograd.grad(y, [x, weights, *moe.parameters()], torch.zeros_like(y))
     for parameter in moe.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)

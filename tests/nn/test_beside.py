@@ -114,7 +114,7 @@ def test_in_a_graph(run_ranks, ranks: int, options: dict[str, Any]) -> None:
     run_ranks(_check_graph, 1, ranks, options)
 
 
-@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 33])
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 33, 32, 16])
 def test_programs_leave_room(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
     """At most one program fits on a multiprocessor next to products."""
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: multiprocessors)

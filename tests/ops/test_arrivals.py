@@ -64,6 +64,8 @@ def test_no_rows() -> None:
         ("filled", torch.zeros(1, dtype=torch.int32), "filled must be"),
         ("counts", torch.zeros(9, dtype=torch.int64), "counts must be"),
         ("at", 2, "an entry of counts"),
+        ("columns", slice(0, 32, 2), "columns must be"),
+        ("columns", slice(32, 16), "columns must be"),
     ],
 )
 def test_bad_operands_are_refused(name: str, value: object, message: str) -> None:

@@ -379,7 +379,7 @@ def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> b
 
 def makes_room(ctx: DispatchCombineContext) -> bool:
     """True if `DispatchCombineContext.making_room` has an effect."""
-    return not ctx.config.low_latency and tuning.makes_room(ctx.config, ctx.device)
+    return not ctx.config.low_latency and tuning.makes_room(ctx)
 
 
 @reports_failure("combine", begun=True)

@@ -306,13 +306,13 @@ class ExpertBlock:
             return self._rows_gradient(dpre, w13, offs, tiles)
 
         def of_params() -> Params:
-            nonlocal dpre, first
+            nonlocal dpre
             dw13 = db13 = None
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
             if first is not None:
                 dw13 = first.found()
-            dpre = first = None
+            dpre = None
             return dw13, dw2, db13, db2
 
         x = saved.pop("rows", None)
@@ -436,6 +436,7 @@ class _FirstGradient:
         """Compute what is left; the gradient for autograd. Once."""
         self.convert(True)
         self._add(0)
+        del self._dpre  # what is called next may need the memory, while methods of this are still held
         return self._gradient.found()
 
     def _add(self, spare: int) -> None:

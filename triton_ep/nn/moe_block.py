@@ -54,8 +54,9 @@ class ExpertGradients:
         params: computes the gradients of the parameters, after the gradient of the rows has been sent. None for a
             parameter that needs none, or whose gradient was accumulated elsewhere (Megatron's main_grad).
         prepare: memory-bound work that runs while the gradient of the rows is in flight; called with False before, and
-            with True after, the memory of the result of `rows` is free. A product that fills the GPU would keep the
-            exchange, and so all other ranks, from the multiprocessors.
+            with True after, the memory of the result of `rows` is free. If `early` follows, the first call runs before
+            that gradient is sent. A product that fills the GPU would keep the exchange, and so all other ranks, from
+            the multiprocessors.
         early: computes a part of the gradients of the parameters, after the first `prepare`, by kernels next to which
             those of `DispatchCombineContext.making_room` fit on every multiprocessor. None: there is no such part. The
             same on all ranks.
@@ -230,8 +231,8 @@ class MoEBlock:
 
         On a GPU the exchanges use a stream of high priority. The products for the parameters fill the GPU. Most begin
         when the gradient of the rows has arrived; otherwise they would keep its programs, here or on other ranks, from
-        multiprocessors. Those of `early` begin before it is sent, and leave room for it. The few programs that return
-        the gradients of the weights fit next to either.
+        multiprocessors. Those of `early` begin before it is sent, and leave room for it. Few programs return the
+        gradients of the weights, next to `prepare`.
         """
         side = self.layer.comm_stream
         rows = None if found.rows is None else self._of_experts(found.rows)
@@ -243,18 +244,18 @@ class MoEBlock:
             del rows
             self._of_experts(found.prepare, True)
             return grads
-        beside = found.early is not None and needs.rows and steps.makes_room(self.layer.context)
-        if beside:
+        early = found.early if needs.rows and steps.makes_room(self.layer.context) else None
+        if early is not None:
             self._of_experts(found.prepare, False)
         side.wait_stream(current_stream())
-        if beside and found.early is not None:
+        if early is not None:
             # Launched first: a multiprocessor divides its memory for the first program on it, and a small program on
             # every one would keep all products waiting (LITTLE_SHARED in runtime/plans/residency.py).
-            self._of_experts(found.early)
-        with torch.cuda.stream(side), self.layer.context.making_room() if beside else nullcontext():
+            self._of_experts(early)
+        with torch.cuda.stream(side), nullcontext() if early is None else self.layer.context.making_room():
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
-        if not beside:
+        if early is None:
             self._of_experts(found.prepare, False)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()

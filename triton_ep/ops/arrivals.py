@@ -89,7 +89,9 @@ def expand_arrivals(
             )
     if copies.ndim != 2 or not 0 <= at < counts.numel():
         raise InputError(f"copies must be [C, K], at an entry of counts; got {list(copies.shape)}, {at}.")
-    first, end, _ = columns.indices(arrived.shape[1])
+    first, end, step = columns.indices(arrived.shape[1])
+    if step != 1 or end < first:
+        raise InputError(f"columns must be a slice of consecutive columns of arrived; it is {columns}.")
     given = (arrived, copies, counts, at, offs.contiguous(), filled, num_rows, first, end - first)
     found: torch.Tensor = _expand_arrivals(*given)
     return found

@@ -190,7 +190,7 @@ def _plan(
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
     by_engines = ctx.config.copy_engines and copy_engines.sends_compact(ctx, fmt, desc, has_weights or of_slots)
-    beside = ctx.beside_products and makes_room(ctx.config, ctx.device) and not (has_weights or of_slots)
+    beside = ctx.beside_products and makes_room(ctx) and not (has_weights or of_slots)
     kind = _Kind(has_weights, copies, gathered, by_engines, beside)
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     call |= COMBINE_BESIDE * beside

@@ -239,10 +239,9 @@ def sums_here(multiprocessors: int, send: Program, pull: Program) -> int:
     return max(min(multiprocessors, most // _LAYERS), 1)
 
 
-def makes_room(config: EPConfig, device: torch.device) -> bool:
-    """True if combines can run next to products that compute gradients of weights: as `Shape.makes_room` says."""
-    one_node = config.is_intra_node and config.enable_local_combine
-    return one_node and config.sm_budget is None and overlaps(config, device)
+def makes_room(ctx: DispatchCombineContext) -> bool:
+    """True if combines can run next to products that compute gradients of weights."""
+    return ctx.rows.own.shape.makes_room and overlaps(ctx.config, ctx.device)
 
 
 def combining_beside(device: torch.device) -> Combining:
@@ -250,8 +249,8 @@ def combining_beside(device: torch.device) -> Combining:
 
     At most one program of the two kernels fits next to these, so there are fewer than multiprocessors.
     """
-    share = multiprocessors(device) // 33
-    return Combining(21 * share, 11 * share, True)
+    places = multiprocessors(device)
+    return Combining(places * 7 // 11, places // 3, True)
 
 
 def summing_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program) -> int:

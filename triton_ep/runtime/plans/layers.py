@@ -235,8 +235,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         # Next to products, gradients come back without weights.
-        beside = s.makes_room and copies == s.topk and not (weights or of_slots)
-        rooms = (False, True) if beside else (False,)
+        rooms = (False, True) if s.makes_room and copies == s.topk and not (weights or of_slots) else (False,)
         if reduced:
             for room in rooms:
                 plan = exchange.reduce(s, weights, copies, of_slots, room)
