@@ -19,6 +19,7 @@ from triton_ep import EPAll2AllLayer, MXTensor, autograd
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.streams import SideStream
 from triton_ep.distributed import initialize_distributed
+from triton_ep.exchange import slots
 from triton_ep.nn import MoE
 from triton_ep.nn.exchanges import new_exchange
 from triton_ep.ops import token_layout
@@ -94,6 +95,7 @@ def calls_of_a_layer(landings: tuple[str, ...] = (), **options: Any) -> dict[str
             layer.combine(y, desc, weights=row_weights)
     with layer.context.making_room(), layer.context.backward_pass():
         layer.combine(y, desc)
+        slots.to_slots(layer.context, torch.zeros(y.shape[0]), slots.needed_slots(layer.context, desc), desc)
     for landing in landings:
         layer.dispatch_again(x, layer.dispatch(x, ids, weights, landing=landing)[2], landing=landing)
     rows, row_weights, desc = autograd.dispatch(layer, x.requires_grad_(), ids, weights.requires_grad_())

@@ -1,4 +1,5 @@
-"""Gradients of tokens come back next to products that compute gradients of weights: the same bits as one by one."""
+"""Gradients of tokens and of routing weights come back next to products that compute gradients of the experts' weights:
+the same bits as one by one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from triton_ep.context.rows import RowFormat
 from triton_ep.distributed import current_heap
 from triton_ep.exchange import steps
 from triton_ep.nn import MoE, finalize_exchanges
@@ -40,6 +42,11 @@ def _step(moe: MoE, rank: int, main_grad: bool) -> list[torch.Tensor]:
     return [y.detach(), *found]
 
 
+def _ran_beside(fmt: RowFormat) -> bool:
+    """Whether a combine of such rows had programs that fit next to products."""
+    return any(getattr(kind, "beside", False) for kind in fmt.grids)
+
+
 def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any], main_grad: bool) -> None:
     world = nodes * ranks_per_node
     torch.manual_seed(3)
@@ -48,11 +55,12 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any], 
     ctx = moe.exchange.context
     with mock.patch.object(_FirstGradient, "has_early_part", False):
         apart = _step(moe, rank, main_grad)
-    assert not any(kind.beside for kind in ctx.rows.own.grids if hasattr(kind, "beside"))
+    formats = ctx.rows.own, ctx.rows.narrow(TOPK)
+    assert not any(_ran_beside(fmt) for fmt in formats)
     with mock.patch.object(_FirstGradient, "add_beside", autospec=True, side_effect=_FirstGradient.add_beside) as added:
         together = _step(moe, rank, main_grad)
     assert added.call_count == (nodes == 1 or INTERPRETING)
-    assert any(kind.beside for kind in ctx.rows.own.grids if hasattr(kind, "beside")) == steps.makes_room(ctx)
+    assert all(_ran_beside(fmt) == steps.makes_room(ctx) for fmt in formats)
     assert steps.makes_room(ctx) == (nodes == 1 and not INTERPRETING)
     for seen, want in zip(together, apart, strict=True):
         assert torch.isfinite(want).all() and torch.equal(seen, want)

@@ -48,8 +48,6 @@ _SWIGLU = Activation()
 _ALL = slice(None)
 _STRIP = 128
 """Strips of rows have a multiple of this number of columns: the width of a tile of the gradients of weights."""
-_SPARE = 2
-"""Multiprocessors that products next to a combine leave to its first kernel, of one program, which may begin first."""
 
 
 @dataclass(frozen=True)
@@ -430,18 +428,18 @@ class _FirstGradient:
 
     def add_beside(self) -> None:
         """Compute what `convert` has made ready, next to other kernels."""
-        self._add(_SPARE)
+        self._add()
 
     def found(self) -> torch.Tensor | None:
         """Compute what is left; the gradient for autograd. Once."""
         self.convert(True)
-        self._add(0)
+        self._add()
         del self._dpre  # what is called next may need the memory, while methods of this are still held
         return self._gradient.found()
 
-    def _add(self, spare: int) -> None:
+    def _add(self) -> None:
         for columns, values in self._ready:
-            self._gradient.add(self._dpre, values, (_ALL, _ALL, columns), spare)
+            self._gradient.add(self._dpre, values, (_ALL, _ALL, columns))
         self._ready.clear()
 
 
@@ -455,8 +453,8 @@ class _WeightGradient:
         self._in_place = main is not None and main.dtype == torch.float32 and main.is_contiguous()
         self._out = self._main if self._in_place else None  # else made with its first part
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...], spare: int = 0) -> None:
-        """Compute a part of the gradient. spare: as of `weight_gradient`."""
+    def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...]) -> None:
+        """Compute a part of the gradient."""
         if self._out is None:
             self._out = torch.empty(self._weight.shape, dtype=torch.bfloat16, device=self._offs.device)
         weight_gradient(
@@ -467,7 +465,6 @@ class _WeightGradient:
             accumulate=self._in_place,
             aligned=self._aligned,
             filled=self._filled,
-            spare=spare,
         )
 
     def found(self) -> torch.Tensor | None:

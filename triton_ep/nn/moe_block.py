@@ -58,8 +58,8 @@ class ExpertGradients:
             that gradient is sent. A product that fills the GPU would keep the exchange, and so all other ranks, from
             the multiprocessors.
         early: computes a part of the gradients of the parameters, after the first `prepare`, by kernels next to which
-            those of `DispatchCombineContext.making_room` fit on every multiprocessor. None: there is no such part. The
-            same on all ranks.
+            those of `DispatchCombineContext.making_room` fit on every multiprocessor, as next to those of `params`.
+            None: there is no such part. The same on all ranks.
     """
 
     rows: Callable[[], torch.Tensor] | None
@@ -214,8 +214,11 @@ class MoEBlock:
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
             del grad_rows
-            grad_x, grad_weights = self._send_back(found, desc, slots, needs)
-            of_params: Params = self._of_experts(found.params)
+            side, early = layer.comm_stream, found.early if needs.rows and steps.makes_room(ctx) else None
+            if side is None or early is None:
+                grad_x, grad_weights, of_params = self._send_back(found, desc, slots, needs)
+            else:
+                grad_x, grad_weights, of_params = self._send_beside(found, early, desc, slots, needs, side)
             self._join(grad_x, grad_weights)
             del found  # row weights' gradients, whose memory belongs to this stream
         return grad_x, grad_weights, of_params
@@ -226,13 +229,13 @@ class MoEBlock:
         desc: EPAllToAllLayoutDesc,
         slots: torch.Tensor | None,
         needs: Needs,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
+        """Gradients of x and of topk_weights, on the ranks that these belong to, and of the parameters; on a GPU those
+        two after `_join`.
 
-        On a GPU the exchanges use a stream of high priority. The products for the parameters fill the GPU. Most begin
+        On a GPU the exchanges use a stream of high priority. The products for the parameters fill the GPU. They begin
         when the gradient of the rows has arrived; otherwise they would keep its programs, here or on other ranks, from
-        multiprocessors. Those of `early` begin before it is sent, and leave room for it. Few programs return the
-        gradients of the weights, next to `prepare`.
+        multiprocessors. Few programs return the gradients of the weights, next to `prepare`.
         """
         side = self.layer.comm_stream
         rows = None if found.rows is None else self._of_experts(found.rows)
@@ -243,20 +246,12 @@ class MoEBlock:
                 self._of_experts(found.early)
             del rows
             self._of_experts(found.prepare, True)
-            return grads
-        early = found.early if needs.rows and steps.makes_room(self.layer.context) else None
-        if early is not None:
-            self._of_experts(found.prepare, False)
+            return *grads, self._of_experts(found.params)
         side.wait_stream(current_stream())
-        if early is not None:
-            # Launched first: a multiprocessor divides its memory for the first program on it, and a small program on
-            # every one would keep all products waiting (LITTLE_SHARED in runtime/plans/residency.py).
-            self._of_experts(early)
-        with torch.cuda.stream(side), nullcontext() if early is None else self.layer.context.making_room():
+        with torch.cuda.stream(side):
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
-        if early is None:
-            self._of_experts(found.prepare, False)
+        self._of_experts(found.prepare, False)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
         del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer
@@ -264,7 +259,40 @@ class MoEBlock:
             grad_weights = self._send_weights(found, desc, slots, needs)
         self._of_experts(found.prepare, True)
         arrived.current_stream_wait()
-        return grad_x, grad_weights
+        return grad_x, grad_weights, self._of_experts(found.params)
+
+    def _send_beside(
+        self,
+        found: ExpertGradients,
+        early: Callable[[], None],
+        desc: EPAllToAllLayoutDesc,
+        slots: torch.Tensor | None,
+        needs: Needs,
+        side: torch.cuda.Stream,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
+        """As `_send_back`, on a GPU, next to products for the parameters, which leave room for both exchanges.
+
+        Products come first each time: a multiprocessor divides its memory for the first program on it, and a small
+        program on every one would keep all products waiting (LITTLE_SHARED in runtime/plans/residency.py). They wait
+        for the sums that leave this rank, whose memory they take, not for those that arrive.
+        """
+        ctx = self.layer.context
+        assert found.rows is not None, "asked for"
+        rows = self._of_experts(found.rows)
+        self._of_experts(found.prepare, False)
+        side.wait_stream(current_stream())
+        self._of_experts(early)
+        with torch.cuda.stream(side), ctx.making_room():
+            grad_x = self._send_rows(rows, desc, needs)
+        published = steps.wait_published(ctx, desc)
+        assert published, "sums overlap the kernel that pulls them"
+        del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer
+        self._of_experts(found.prepare, True)
+        side.wait_stream(current_stream())
+        of_params: Params = self._of_experts(found.params)
+        with torch.cuda.stream(side), ctx.making_room():
+            grad_weights = self._send_weights(found, desc, slots, needs)
+        return grad_x, grad_weights, of_params
 
     def _join(self, *grads: torch.Tensor | None) -> None:
         """Make the current stream wait for the results of `_send_back`, which are memory of the other stream."""

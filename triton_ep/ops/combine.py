@@ -190,7 +190,7 @@ def _plan(
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
     by_engines = ctx.config.copy_engines and copy_engines.sends_compact(ctx, fmt, desc, has_weights or of_slots)
-    beside = ctx.beside_products and makes_room(ctx) and not (has_weights or of_slots)
+    beside = ctx.beside_products and makes_room(ctx) and not has_weights
     kind = _Kind(has_weights, copies, gathered, by_engines, beside)
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     call |= COMBINE_BESIDE * beside
@@ -293,7 +293,8 @@ def _publish(
             y = y.clone()  # other ranks store sums there
         if lent or ctx.config.shared_staging:
             # They wait until every rank has moved lent rows, and reads no more rows of a dispatch.
-            ctx.launcher(("enter",), exchange.enter).launch(1)
+            beside = plan.kind.beside
+            ctx.launcher(("enter", beside), exchange.enter, beside).launch(1)
         if plan.kind.by_engines and not lent:
             return y, copy_engines.send_compact(ctx, fmt, y, desc, plan.programs, plan.call, split)
         side = ctx.fork() if aside else None

@@ -309,7 +309,7 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor
 
 
 @library.op(
-    "(Tensor x, Tensor y, Tensor offs, Tensor? filled, Tensor(a!) out, bool accumulate, bool aligned, int spare) -> ()",
+    "(Tensor x, Tensor y, Tensor offs, Tensor? filled, Tensor(a!) out, bool accumulate, bool aligned) -> ()",
     lambda *_: None,
 )
 def _weight_gradient(
@@ -320,7 +320,6 @@ def _weight_gradient(
     out: torch.Tensor,
     accumulate: bool,
     aligned: bool,
-    spare: int,
 ) -> None:
     num_experts, num_i, num_j = out.shape
     num_rows = x.shape[0]
@@ -337,7 +336,7 @@ def _weight_gradient(
     box = [1, tile.m, tile.n // (4 if accumulate else 2)]
     runtime.launch(
         plan,
-        max(programs(x.device) - spare, 1) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS),
+        programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS),
         x=Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
         y=Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
         out=Boxes(out, [num_experts, num_i, num_j], [*out.stride()], box),
@@ -360,7 +359,6 @@ def weight_gradient(
     accumulate: bool = False,
     aligned: bool = False,
     filled: torch.Tensor | None = None,
-    spare: int = 0,
 ) -> torch.Tensor:
     """[E, I, J]: x_e^T @ y_e over the rows of each segment; zeros for an empty segment. No gradient.
 
@@ -374,7 +372,6 @@ def weight_gradient(
             not checked: if it is false, rows of other segments enter the sums.
         filled: [E] int32, rows of each segment before the padding at its end. Products of padding must be zero: with
             `aligned` most of them are skipped.
-        spare: multiprocessors to leave to kernels that run at the same time; only with `aligned`.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
@@ -399,5 +396,5 @@ def weight_gradient(
             f"{accumulate} it must be {wanted} {list(shape)} on {x.device}, the last dimension dense."
         )
     _check_vector("filled", filled, [offs.shape[0] - 1], (torch.int32,), x)
-    _weight_gradient(x, y, offs, filled, out, accumulate, aligned, spare)
+    _weight_gradient(x, y, offs, filled, out, accumulate, aligned)
     return out

@@ -343,6 +343,8 @@ BESIDE_PRODUCTS = {"reduce": Summing(4, 160, 8192, 2, 1), "pull": Summing(4, 128
 or one that adds them to float32. These leave 20,480 registers and 1536 bytes of shared memory, of which CUDA takes
 1024. With top-8 on four ranks a rank adds 2.2 rows per token on average, and then 3.6 sums per token."""
 
+_SLOTS_BESIDE = 32
+
 
 def _beside_products(s: Shape, kernel: str, constexprs: dict[str, Any]) -> Plan:
     # Tuned tiles were not chosen for this.
@@ -371,14 +373,17 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False,
     plan = _beside_products(s, "reduce", kind) if beside else summing.plan(s, "reduce", kind)
     if not of_slots:
         return plan
-    # Each load depends on another one, so many are in flight to hide the latency.
-    tile = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden), "TILES": 1, "STAGES": 1}
+    # Each load depends on another one, so many are in flight to hide the latency; next to products as many as little
+    # shared memory allows, where each slot takes 8 bytes.
+    width = next_power_of_2(s.hidden)
+    rows = min(max(_SLOTS_BESIDE // width, 1), CHUNK) if beside and not s.interpreted else CHUNK
+    tile = {"ROWS": rows, "BLOCK_H": width, "TILES": 1, "STAGES": 1}
     return replace(plan, constexprs={**plan.constexprs, **tile}, shared_bytes=0)
 
 
-def enter(s: Shape) -> Plan:
-    """Wait until no rank of this node reads rows of a dispatch any more."""
-    return Plan("combine_enter_kernel", s.common("LWP"))
+def enter(s: Shape, beside: bool = False) -> Plan:
+    """Wait until no rank of this node reads rows of a dispatch any more. beside: as for `reduce`."""
+    return Plan("combine_enter_kernel", s.common("LWP"), side_by_side=beside)
 
 
 def stage(s: Shape, has_weights: bool, row_words: int) -> Plan:

@@ -235,7 +235,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         # Next to products, gradients come back without weights.
-        rooms = (False, True) if s.makes_room and copies == s.topk and not (weights or of_slots) else (False,)
+        rooms = (False, True) if s.makes_room and (copies == s.topk or of_slots) and not weights else (False,)
         if reduced:
             for room in rooms:
                 plan = exchange.reduce(s, weights, copies, of_slots, room)
@@ -251,7 +251,8 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
             for room in rooms if not biases else (False,):
                 yield KernelRequest.of(exchange.pull(s, summed, reduced, biases, copies, room), types, hidden)
     if reduced:
-        yield KernelRequest.of(exchange.enter(s))
+        for room in (False, True) if s.makes_room else (False,):
+            yield KernelRequest.of(exchange.enter(s, room))
     if not reduced:
         yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.free(s))
