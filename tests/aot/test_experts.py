@@ -86,6 +86,7 @@ def _steps(how: str, rows: int, training: bool, bias: torch.Tensor | None, activ
             scales = torch.zeros(rows, columns // 32, dtype=torch.uint8)
             row_scales.rebase_rows(wide.to(torch.float8_e4m3fn), scales, offs)
             row_scales.dequantize_rows_in_use(_zeros(rows, columns // 2, scaled=True), offs)
+            row_scales.dequantize_rows_beside(_zeros(rows, columns, scaled=True), offs, slice(0, columns // 2), None)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8", "fast"])

@@ -8,7 +8,7 @@ from triton_ep.runtime.library import Entry, Library
 from triton_ep.runtime.plans.residency import Program, per_multiprocessor
 
 ARCH = "sm_90"
-KERNELS = {"combine_enter_kernel", "combine_reduce_kernel", "combine_pull_kernel"}
+KERNELS = {"combine_enter_kernel", "combine_reduce_kernel", "combine_pull_kernel", "dequantize_rows_in_use_kernel"}
 
 
 def _program(built: Built, entry: Entry) -> Program:

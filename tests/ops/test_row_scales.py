@@ -7,7 +7,13 @@ import torch
 
 from tests.ops.grouped import DEVICE
 from triton_ep.errors import InputError
-from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
+from triton_ep.ops.row_scales import (
+    RowScaled,
+    dequantize_rows_beside,
+    dequantize_rows_in_use,
+    quantize_to_rows,
+    rebase_rows,
+)
 from triton_ep.reference import experts as oracle
 from triton_ep.reference import mxfp8
 
@@ -67,6 +73,8 @@ def test_rows_behind_the_last_segment_are_not_touched(end: int) -> None:
     for columns in (slice(0, 32), slice(32, None)):
         part = dequantize_rows_in_use(got, offs, torch.float32, columns=columns)
         assert torch.equal(part[:end], values[:end, columns])
+        beside = dequantize_rows_beside(got, offs, columns, None)
+        assert torch.equal(beside[:end], values[:end, columns].bfloat16())
 
 
 def test_what_is_not_in_use_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ class DispatchCombineContext:
         side = SideStream(self.device)
         self.fork, self.join, self.wait_joined = side.fork, side.join, side.wait_joined
         self.crossing = SideStream(self.device)  # for kernels that send to other nodes
+        self.converting = SideStream(self.device)  # for conversions next to products
         # The device bounds its own wait; the host waits twice as long, which covers earlier work on the stream.
         self.host_read = HostRead(sizes.told_words, 2 * config.timeout_s + 60, self.device)
         try:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import current_stream
 from triton_ep.distributed.dtensors import PLAIN_TENSORS
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
@@ -34,7 +35,13 @@ from triton_ep.ops.experts import gate_up, gate_up_directly, rows_product, rows_
 from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
 from triton_ep.ops.library import is_observed, without_grad
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
-from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
+from triton_ep.ops.row_scales import (
+    RowScaled,
+    dequantize_rows_beside,
+    dequantize_rows_in_use,
+    quantize_to_rows,
+    rebase_rows,
+)
 from triton_ep.ops.tiles import tile_table
 
 PRECISIONS = (None, "default", "fast", "exact")
@@ -188,7 +195,7 @@ class ExpertBlock:
         """As `differentiate`, for gradients that a dispatch delivered."""
         filled, rows = desc.num_recv_tokens_per_expert, saved["rows"]
         if isinstance(rows, Arrived):
-            saved["rows"] = _Columns(rows.rows.shape[1], True, partial(rows.expand, desc))
+            saved["rows"] = _Columns(rows.rows.shape[1], True, partial(rows.expand, desc), None)
         return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
     @without_grad
@@ -389,17 +396,28 @@ class _Columns(NamedTuple):
         width: number of columns.
         made: they are made when they are asked for; otherwise they exist, and `values` takes no memory.
         values: returns the given columns.
+        beside: makes them on a stream, next to products (`dequantize_rows_beside`); None: that is not possible.
     """
 
     width: int
     made: bool
     values: Callable[[slice], torch.Tensor]
+    beside: Callable[[slice, torch.cuda.Stream], torch.Tensor] | None
+
+    def converted(self, columns: slice, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """The given columns, made on the stream if that is possible, else after its work so far."""
+        if stream is not None and self.beside is not None:
+            return self.beside(columns, stream)
+        if stream is not None:
+            current_stream().wait_stream(stream)
+        return self.values(columns)
 
 
 def _columns_of(rows: Rows | _Columns, offs: torch.Tensor) -> _Columns:
     if isinstance(rows, _Columns):
         return rows
-    return _Columns(rows.shape[1], isinstance(rows, MXTensor | RowScaled), partial(_values, rows, offs))
+    beside = partial(dequantize_rows_beside, rows, offs) if isinstance(rows, RowScaled) else None
+    return _Columns(rows.shape[1], isinstance(rows, MXTensor | RowScaled), partial(_values, rows, offs), beside)
 
 
 class _FirstGradient:
@@ -411,6 +429,7 @@ class _FirstGradient:
         self._gradient, self._dpre, self._aligned = gradient, dpre, aligned
         self._x: _Columns | None = x
         self._ready: list[tuple[slice, torch.Tensor]] = []
+        self._in_use: list[tuple[slice, torch.Tensor]] = []
 
     @property
     def has_early_part(self) -> bool:
@@ -418,21 +437,24 @@ class _FirstGradient:
         ranks."""
         return self._aligned and self._x is not None and (len(self._strips) > 1 or not self._x.made)
 
-    def convert(self, room: bool) -> None:
-        """Make the first strip bf16; room: all that are left."""
+    def convert(self, room: bool, stream: torch.cuda.Stream | None = None) -> None:
+        """Make the first strip bf16; room: all that are left. stream: as of `ExpertGradients.prepare`."""
         while self._x is not None and (room or not self._x.made or self._strips[0].stop is not None):
             columns = self._strips.pop(0)
-            self._ready.append((columns, self._x.values(columns)))
+            self._ready.append((columns, self._x.converted(columns, stream)))
             if not self._strips:
                 self._x = None
 
     def add_beside(self) -> None:
-        """Compute what `convert` has made ready, next to other kernels."""
+        """Compute what `convert` has made ready, next to other kernels. The next strip must not get the memory of this
+        one, because another stream may write it meanwhile."""
+        self._in_use = [*self._ready]
         self._add()
 
     def found(self) -> torch.Tensor | None:
         """Compute what is left; the gradient for autograd. Once."""
         self.convert(True)
+        self._in_use.clear()
         self._add()
         del self._dpre  # what is called next may need the memory, while methods of this are still held
         return self._gradient.found()

@@ -32,7 +32,7 @@ from triton_ep.ops.row_scales import RowScaled
 Params = Sequence[torch.Tensor | None]
 
 
-def _nothing(room: bool) -> None:
+def _nothing(room: bool, stream: torch.cuda.Stream | None = None) -> None:
     """Default of `prepare`: nothing."""
 
 
@@ -55,8 +55,9 @@ class ExpertGradients:
             parameter that needs none, or whose gradient was accumulated elsewhere (Megatron's main_grad).
         prepare: memory-bound work that runs while the gradient of the rows is in flight; called with False before, and
             with True after, the memory of the result of `rows` is free. If `early` follows, the first call runs before
-            that gradient is sent. A product that fills the GPU would keep the exchange, and so all other ranks, from
-            the multiprocessors.
+            that gradient is sent, and the second is given a stream, after whose work so far the memory is free: what
+            fits next to products runs there, and the current stream, which will wait for it, does the rest after it. A
+            product that fills the GPU would keep the exchange, and so all other ranks, from the multiprocessors.
         early: computes a part of the gradients of the parameters, after the first `prepare`, by kernels next to which
             those of `DispatchCombineContext.making_room` fit on every multiprocessor, as next to those of `params`.
             None: there is no such part. The same on all ranks.
@@ -65,7 +66,7 @@ class ExpertGradients:
     rows: Callable[[], torch.Tensor] | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
-    prepare: Callable[[bool], None] = _nothing
+    prepare: Callable[..., None] = _nothing
     early: Callable[[], None] | None = None
 
 
@@ -281,13 +282,16 @@ class MoEBlock:
         rows = self._of_experts(found.rows)
         self._of_experts(found.prepare, False)
         side.wait_stream(current_stream())
+        aside = ctx.converting.fork()
         self._of_experts(early)
         with torch.cuda.stream(side), ctx.making_room():
             grad_x = self._send_rows(rows, desc, needs)
-        published = steps.wait_published(ctx, desc)
+        with torch.cuda.stream(aside):
+            published = steps.wait_published(ctx, desc)
         assert published, "sums overlap the kernel that pulls them"
         del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer
-        self._of_experts(found.prepare, True)
+        self._of_experts(found.prepare, True, aside)
+        ctx.converting.join()
         side.wait_stream(current_stream())
         of_params: Params = self._of_experts(found.params)
         with torch.cuda.stream(side), ctx.making_room():

@@ -13,7 +13,7 @@ from triton_ep.ops.tiles import check_offsets
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import Plan
-from triton_ep.runtime.plans.experts import offsets_constexprs, quantized_tile, row_tile
+from triton_ep.runtime.plans.experts import dequantize_beside, offsets_constexprs, quantized_tile, row_tile
 
 _BLOCK = 32
 _QUANTISED = (torch.bfloat16, torch.float32)
@@ -79,12 +79,16 @@ def launch_rows(
     name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **given: torch.Tensor | int
 ) -> None:
     """Launch a kernel of row_scales.py over rows [R, K], or over those in use. given: further arguments by name."""
+    _launch_plan(_plan(name, offs is not None, **tile), rows, offs, **given)
+
+
+def _launch_plan(plan: Plan, rows: torch.Tensor, offs: torch.Tensor | None, **given: torch.Tensor | int) -> None:
     num_rows, k = rows.shape
     if num_rows == 0 or k == 0:
         return
     runtime.launch(
-        _plan(name, offs is not None, **tile),
-        -(-num_rows // tile["ROWS"]),
+        plan,
+        -(-num_rows // plan.constexprs["ROWS"]),
         offs_ptr=rows if offs is None else offs.contiguous(),
         **given,
         num_rows=num_rows,
@@ -226,6 +230,30 @@ def dequantize_rows_in_use(
         raise InputError(f"columns must be consecutive; {columns} has a step of {columns.step}. Leave the step out.")
     _check_rows(offs, x.qdata)
     return _values(x.qdata if columns is None else x.qdata[:, columns], x.scale, offs, dtype)
+
+
+def dequantize_rows_beside(
+    x: RowScaled, offs: torch.Tensor, columns: slice, stream: torch.cuda.Stream | None
+) -> torch.Tensor:
+    """`dequantize_rows_in_use` to bf16 on another stream, by programs that fit next to those of gradients of weights.
+
+    The result has memory of the current stream, which must wait for that stream before it uses or frees it.
+
+    stream: None = the current one.
+    """
+    qdata = x.qdata[:, columns]
+    out = qdata.new_empty(qdata.shape, dtype=torch.bfloat16)
+    with torch.cuda.stream(stream):
+        _launch_plan(
+            dequantize_beside(True, INTERPRETING),
+            qdata,
+            offs,
+            elements_ptr=qdata,
+            row_scale_ptr=x.scale,
+            out_ptr=out,
+            stride_em=qdata.stride(0),
+        )
+    return out
 
 
 def _check_rows(offs: torch.Tensor | None, x: torch.Tensor) -> None:
