@@ -32,7 +32,7 @@ from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, gate_up_directly, rows_product, rows_product_directly
-from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
+from triton_ep.ops.experts_backward import bias_gradient, fits_boxes, weight_gradient
 from triton_ep.ops.library import is_observed, without_grad
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
 from triton_ep.ops.row_scales import (
@@ -446,9 +446,13 @@ class _FirstGradient:
                 self._x = None
 
     def add_beside(self) -> None:
-        """Compute what `convert` has made ready, next to other kernels. The next strip must not get the memory of this
-        one, because another stream may write it meanwhile."""
+        """Compute what `convert` has made ready, next to other kernels.
+
+        Another stream may write the next strip meanwhile, so that must not get memory that these products use.
+        """
         self._in_use = [*self._ready]
+        if self._x is not None and any(self._gradient.takes_memory(self._dpre, *each) for each in self._in_use):
+            self._x = self._x._replace(beside=None)
         self._add()
 
     def found(self) -> torch.Tensor | None:
@@ -477,17 +481,25 @@ class _WeightGradient:
 
     def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...]) -> None:
         """Compute a part of the gradient."""
-        if self._out is None:
-            self._out = torch.empty(self._weight.shape, dtype=torch.bfloat16, device=self._offs.device)
         weight_gradient(
             x,
             y,
             self._offs,
-            out=self._out[part],
+            out=self._to(part),
             accumulate=self._in_place,
             aligned=self._aligned,
             filled=self._filled,
         )
+
+    def takes_memory(self, x: torch.Tensor, columns: slice, y: torch.Tensor) -> bool:
+        """Whether `add` takes memory for these columns, which it has freed when it returns."""
+        return not fits_boxes(x, y, self._to((_ALL, _ALL, columns)))
+
+    def _to(self, part: tuple[slice, ...]) -> torch.Tensor:
+        """A part of the result."""
+        if self._out is None:
+            self._out = torch.empty(self._weight.shape, dtype=torch.bfloat16, device=self._offs.device)
+        return self._out[part]
 
     def found(self) -> torch.Tensor | None:
         """The gradient for autograd, after all parts have been computed."""

@@ -308,6 +308,12 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor
 # --- weights ----------------------------------------------------------------------------------------------
 
 
+def fits_boxes(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether boxes hold the operands and the result of `weight_gradient`. Then it takes no memory of its own."""
+    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y)) and fits_tma((out, out.stride(1)))
+    return bool(fits)
+
+
 @library.op(
     "(Tensor x, Tensor y, Tensor offs, Tensor? filled, Tensor(a!) out, bool accumulate, bool aligned) -> ()",
     lambda *_: None,
@@ -323,8 +329,7 @@ def _weight_gradient(
 ) -> None:
     num_experts, num_i, num_j = out.shape
     num_rows = x.shape[0]
-    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y)) and fits_tma((out, out.stride(1)))
-    if not (aligned and fits and out.numel() and num_rows):
+    if not (aligned and fits_boxes(x, y, out) and out.numel() and num_rows):
         if out.is_contiguous():
             bf16_wgrad(x, y, offs, num_experts, out=out, accumulate=accumulate)
         else:
