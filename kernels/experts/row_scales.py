@@ -169,13 +169,15 @@ def dequantize_rows_in_use_kernel(
     stride_em,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
     in_use = _rows_in_use(given)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < in_use
-    # A thread takes as many elements at a time as it can store at once, not as it could load: then none of them passes
-    # through shared memory.
-    offs_k = tl.max_contiguous(tl.arange(0, BLOCK_K), 8)[None, :]
+    offs_k = tl.arange(0, BLOCK_K)
+    if DIRECT:  # a thread loads as many elements at a time as it stores, not as it could: none needs shared memory
+        offs_k = tl.max_contiguous(offs_k, 8)
+    offs_k = offs_k[None, :]
     if tl.program_id(0) * ROWS < in_use:
         scale = tl.load(row_scale_ptr + row, mask=in_rows, other=0.0)[:, None]
         for first in range(0, k, BLOCK_K):

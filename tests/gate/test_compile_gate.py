@@ -33,6 +33,9 @@ NARROW = {
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""
 
+NARROW_LOADS = ("dequantize_rows_in_use_kernel", "DIRECT=True")
+"""A kernel and its variant that loads 8 bytes for every 16 that it stores, so that it needs no shared memory."""
+
 EARLY = {
     "splits_kernel": ["launch_dependents"],
     "routing_slots_kernel": ["wait"],
@@ -98,6 +101,11 @@ def _name(facts: dict[str, Any]) -> str:
     return f"{facts['kernel']} sm_{facts['arch']} [{facts['variant']}]"
 
 
+def _is(facts: dict[str, Any], named: tuple[str, str]) -> bool:
+    """Whether it is this variant, named by its kernel and a value."""
+    return facts["kernel"] == named[0] and named[1] in facts["variant"].split()
+
+
 def _report(failures: Iterable[str]) -> None:
     text = "\n".join(failures)
     if text:
@@ -154,7 +162,12 @@ def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel
     """
     if kernel not in NARROW:
         whole = [facts for facts in _of(results, kernel) if facts["whole"] or not facts["moves_rows"]]
-        _report(f"{_name(facts)}: {text}" for facts in whole for text in facts["narrow"])
+        _report(
+            f"{_name(facts)}: {text}"
+            for facts in whole
+            for text in facts["narrow"]
+            if not (_is(facts, NARROW_LOADS) and text.startswith("load"))
+        )
     _report(
         f"{_name(facts)} takes rows of tokens but has no 16-byte store of a tile"
         for facts in _of(results, kernel)
@@ -206,7 +219,7 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
     """No tile is spilled to local memory."""
     for facts in _of(results, kernel):
         limit = SPILL_LIMIT if facts["whole"] else SPILL_LIMIT_OF_SHORT_ROWS
-        known = [most for (name, tile), most in SPILLS.items() if name == kernel and tile in facts["variant"].split()]
+        known = [most for named, most in SPILLS.items() if _is(facts, named)]
         limit = max([limit, *known])
         assert facts["local_bytes"] <= limit, f"{_name(facts)} keeps {facts['local_bytes']} bytes, {limit} are allowed"
 
@@ -309,7 +322,7 @@ def test_nvshmem_finds_its_state(results: list[dict[str, Any]], built: Built, ke
 
 def test_exceptions_name_kernels() -> None:
     """Exceptions name only existing kernels: a stale one would hide faults of a later kernel of that name."""
-    assert set(NARROW) | {kernel for kernel, _ in SPILLS} <= set(KERNELS)
+    assert set(NARROW) | {kernel for kernel, _ in [*SPILLS, NARROW_LOADS]} <= set(KERNELS)
 
 
 class _DropHints(ast.NodeTransformer):

@@ -83,18 +83,18 @@ def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str
 
 @functools.cache
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
-    """ROWS and BLOCK_K of kernels that read rows of `k` values once."""
+    """ROWS, BLOCK_K and DIRECT of the kernel that converts rows of `k` values back."""
     if interpreted:
-        return {"ROWS": 32, "BLOCK_K": min(next_power_of_2(k), 512)}
+        return {"ROWS": 32, "BLOCK_K": min(next_power_of_2(k), 512), "DIRECT": False}
     columns = min(max(next_power_of_2(k), 512), COPIED_COLUMNS)
-    return {"ROWS": COPIED_COLUMNS // columns, "BLOCK_K": columns}
+    return {"ROWS": COPIED_COLUMNS // columns, "BLOCK_K": columns, "DIRECT": False}
 
 
 @functools.cache
 def dequantize_beside(has_offsets: bool, interpreted: bool) -> Plan:
     """Plan that converts rows next to products of gradients of weights: a program fits on a multiprocessor that holds
     as many of those as it can (`BESIDE_PRODUCTS` in exchange.py)."""
-    tile = row_tile(2048, interpreted) if interpreted else {"ROWS": 4, "BLOCK_K": 2048}
+    tile = row_tile(2048, interpreted) if interpreted else {"ROWS": 4, "BLOCK_K": 2048, "DIRECT": True}
     constexprs = offsets_constexprs(has_offsets) | tile
     return Plan("dequantize_rows_in_use_kernel", constexprs, 8, 80, side_by_side=True)
 
