@@ -427,7 +427,7 @@ class _FirstGradient:
         # Next to the gradient of the rows, a quarter takes no more memory than the peak before.
         self._strips = _strips(x.width, aligned and x.made, 4)
         self._gradient, self._dpre, self._aligned = gradient, dpre, aligned
-        self._x: _Columns | None = x
+        self._x = x
         self._ready: list[tuple[slice, torch.Tensor]] = []
         self._in_use: list[tuple[slice, torch.Tensor]] = []
 
@@ -435,15 +435,13 @@ class _FirstGradient:
     def has_early_part(self) -> bool:
         """Whether `convert(False)` will make rows ready whose products fit next to other kernels; the same on all
         ranks."""
-        return self._aligned and self._x is not None and (len(self._strips) > 1 or not self._x.made)
+        return self._aligned and (len(self._strips) > 1 or not self._x.made)
 
     def convert(self, room: bool, stream: torch.cuda.Stream | None = None) -> None:
         """Make the first strip bf16; room: all that are left. stream: as of `ExpertGradients.prepare`."""
-        while self._x is not None and (room or not self._x.made or self._strips[0].stop is not None):
+        while self._strips and (room or not self._x.made or self._strips[0].stop is not None):
             columns = self._strips.pop(0)
             self._ready.append((columns, self._x.converted(columns, stream)))
-            if not self._strips:
-                self._x = None
 
     def add_beside(self) -> None:
         """Compute what `convert` has made ready, next to other kernels.
@@ -451,14 +449,14 @@ class _FirstGradient:
         Another stream may write the next strip meanwhile, so that must not get memory that these products use.
         """
         self._in_use = [*self._ready]
-        if self._x is not None and any(self._gradient.takes_memory(self._dpre, *each) for each in self._in_use):
+        if any(self._gradient.takes_memory(self._dpre, *each) for each in self._in_use):
             self._x = self._x._replace(beside=None)
         self._add()
 
     def found(self) -> torch.Tensor | None:
         """Compute what is left; the gradient for autograd. Once."""
         self.convert(True)
-        self._in_use.clear()
+        del self._x, self._in_use  # the current stream has waited for what used them
         self._add()
         del self._dpre  # what is called next may need the memory, while methods of this are still held
         return self._gradient.found()
