@@ -66,6 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--replays", type=int, default=500, help="replays of captured pairs on GPUs (layer/test_replays.py)"
     )
     group.addoption(
+        "--sequences", type=int, default=5, help="sequences per interface of integrations/test_random_calls.py"
+    )
+    group.addoption(
         "--chaos-seeds",
         default="",
         help='e.g. "1,2": repeat tests with ranks in the interpreter\'s chaos mode',
