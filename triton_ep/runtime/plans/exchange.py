@@ -344,6 +344,7 @@ or one that adds them to float32. These leave 20,480 registers and 1536 bytes of
 1024. With top-8 on four ranks a rank adds 2.2 rows per token on average, and then 3.6 sums per token."""
 
 _SLOTS_BESIDE = 32
+"""Slots whose values a program next to products gathers at a time: 8 bytes of shared memory each, in Triton 3.6."""
 
 
 def _beside_products(s: Shape, kernel: str, constexprs: dict[str, Any]) -> Plan:
@@ -373,8 +374,7 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False,
     plan = _beside_products(s, "reduce", kind) if beside else summing.plan(s, "reduce", kind)
     if not of_slots:
         return plan
-    # Each load depends on another one, so many are in flight to hide the latency; next to products as many as little
-    # shared memory allows, where each slot takes 8 bytes.
+    # Each load depends on another one, so many are in flight to hide the latency.
     width = next_power_of_2(s.hidden)
     rows = min(max(_SLOTS_BESIDE // width, 1), CHUNK) if beside and not s.interpreted else CHUNK
     tile = {"ROWS": rows, "BLOCK_H": width, "TILES": 1, "STAGES": 1}
