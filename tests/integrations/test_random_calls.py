@@ -381,6 +381,7 @@ class HybridEP(Calls):
         results = [dispatch.dispatch(*given, r, sent.num_experts, pad or 1) for r in range(self.world)]
         mine, most = results[self.rank], max(len(each.src) for each in results)
         budget = max(most + (pad or 1) * self.draw.choice([0, 2]), pad or 1) if self.chance(0.3) else None
+        most_tokens = max(1, *map(len, sent.xs))  # with a budget ranks do not learn it
         by_ids = {"topk_idx": self.my_ids(sent), "topk_weights": self.mine(sent.weights)}
         routed, probs = self._map(sent, sent.weights)
         by_map = {"routing_map": routed.to(self.device), "probs": None if probs is None else probs.to(self.device)}
@@ -391,7 +392,7 @@ class HybridEP(Calls):
             pad_multiple=pad,
             num_permuted_tokens=budget,
             non_blocking=budget is not None and self.chance(0.5),
-            num_of_tokens_per_rank=self.draw.choice([None, max(1, *map(len, sent.xs))]),
+            num_of_tokens_per_rank=most_tokens if budget is not None else self.draw.choice([None, most_tokens]),
             **self.draw.choice([by_ids, by_map]),
         )
         got = recv if scales is None else (recv, scales)

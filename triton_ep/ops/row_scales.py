@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,19 +78,23 @@ def _plan(name: str, has_offsets: bool, **tile: int) -> Plan:
 
 
 def launch_rows(
-    name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **given: torch.Tensor | int
+    name: str,
+    rows: torch.Tensor,
+    offs: torch.Tensor | None,
+    tile: Mapping[str, Any],
+    plan: Plan | None = None,
+    **given: torch.Tensor | int,
 ) -> None:
-    """Launch a kernel of row_scales.py over rows [R, K], or over those in use. given: further arguments by name."""
-    _launch_plan(_plan(name, offs is not None, **tile), rows, offs, **given)
+    """Launch a kernel of row_scales.py over rows [R, K], or over those in use.
 
-
-def _launch_plan(plan: Plan, rows: torch.Tensor, offs: torch.Tensor | None, **given: torch.Tensor | int) -> None:
+    plan: its plan, if it has other options than those that the kernel declares. given: further arguments by name.
+    """
     num_rows, k = rows.shape
     if num_rows == 0 or k == 0:
         return
     runtime.launch(
-        plan,
-        -(-num_rows // plan.constexprs["ROWS"]),
+        plan or _plan(name, offs is not None, **tile),
+        -(-num_rows // tile["ROWS"]),
         offs_ptr=rows if offs is None else offs.contiguous(),
         **given,
         num_rows=num_rows,
@@ -243,11 +249,14 @@ def dequantize_rows_beside(
     """
     qdata = x.qdata[:, columns]
     out = qdata.new_empty(qdata.shape, dtype=torch.bfloat16)
+    plan = dequantize_beside(True, INTERPRETING)
     with torch.cuda.stream(stream):
-        _launch_plan(
-            dequantize_beside(True, INTERPRETING),
+        launch_rows(
+            plan.kernel,
             qdata,
             offs,
+            plan.constexprs,
+            plan,
             elements_ptr=qdata,
             row_scale_ptr=x.scale,
             out_ptr=out,
