@@ -3,6 +3,7 @@ the same bits as one by one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.nn.expert_block import _FirstGradient
 from triton_ep.ops import tuning
 from triton_ep.runtime.launch import INTERPRETING
-from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS
+from triton_ep.runtime.plans.shape import OVERLAPPED_TOKENS, Shape
 
 HIDDEN, FFN, TOKENS, TOPK = 256, 128, 9, 3
 SIZES: dict[str, Any] = {"topk": TOPK, "num_sm": 2, "router": False, "timeout_s": 60.0}
@@ -128,3 +129,17 @@ def test_programs_leave_room(monkeypatch: pytest.MonkeyPatch, multiprocessors: i
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: multiprocessors)
     sending, pulling, overlapped = tuning.combining_beside(torch.device("cpu"))
     assert 0 < pulling < sending and sending + pulling <= multiprocessors and overlapped
+
+
+@pytest.mark.parametrize(
+    ("changed", "makes_room"),
+    [({}, True), ({"ranks": 16}, True), ({"ranks": 32}, False), ({"tokens": OVERLAPPED_TOKENS - 1}, False)],
+    ids=str,
+)
+def test_which_layers_make_room(changed: dict[str, int], makes_room: bool) -> None:
+    """Those with many tokens, on a node whose flags programs with little shared memory can watch."""
+    ranks, tokens = changed.get("ranks", 4), changed.get("tokens", OVERLAPPED_TOKENS)
+    shape = Shape(tokens, HIDDEN, TOPK, 4 * ranks, ranks, ranks, enable_local_combine=True)
+    assert shape.makes_room == makes_room
+    assert not replace(shape, budgeted=True).makes_room
+    assert not replace(shape, world_size=2 * ranks, num_experts=8 * ranks).makes_room  # two nodes

@@ -30,6 +30,9 @@ SENDING_PROGRAMS = 128
 """Programs that send rows from all multiprocessors at once: a power of two, because each has a flag."""
 _MOST_RANKS_IN_BULK = 8
 """Most ranks of a node whose arrival flags a program of one warp can watch without spilling registers."""
+_MOST_RANKS_BESIDE = 16
+"""Most ranks of a node whose flags a program next to products can watch, with 32 bytes of shared memory for each rank:
+products leave 512 (`BESIDE_PRODUCTS` in exchange.py)."""
 OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 ROUTING_TOKENS = 16
@@ -153,10 +156,11 @@ class Shape:
 
     @property
     def makes_room(self) -> bool:
-        """Sums of rows that are combined may run next to products: within one node, without a budget, if they overlap
-        the kernel that pulls them."""
+        """Sums of rows that are combined may run next to products: within one node that is not too large, without a
+        budget, if they overlap the kernel that pulls them."""
         overlapped = self.max_tokens >= OVERLAPPED_TOKENS and not self.interpreted
-        return self.num_nodes == 1 and self.enable_local_combine and not self.budgeted and overlapped
+        fits = self.num_nodes == 1 and self.local_world_size <= _MOST_RANKS_BESIDE
+        return fits and self.enable_local_combine and not self.budgeted and overlapped
 
     @property
     def _watches_many(self) -> bool:
