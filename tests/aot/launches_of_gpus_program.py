@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import EPAll2AllLayer, MXTensor, autograd
-from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.streams import SideStream
 from triton_ep.distributed import initialize_distributed
-from triton_ep.exchange import slots, steps
+from triton_ep.exchange import slots
 from triton_ep.nn import MoE, expert_block, moe_block
 from triton_ep.nn.exchanges import new_exchange
-from triton_ep.nn.moe_block import ExpertGradients, MoEBlock, Needs, Params
 from triton_ep.ops import token_layout
 from triton_ep.reference.channel_scales import quantize_channels
 from triton_ep.runtime import jit_cache, launch
@@ -35,7 +33,6 @@ FEW = 64
 RANKS_PER_NODE = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 REQUESTED: dict[str, str] = {}
 STREAM: Any = SimpleNamespace(wait_stream=lambda other: None)
-SEND_BACK = MoEBlock._send_back
 
 
 def as_on_a_gpu() -> None:
@@ -58,18 +55,10 @@ def as_on_a_gpu() -> None:
     jit_cache.current = lambda *_: None
     SideStream.fork, SideStream.join, SideStream.wait_joined = lambda self: STREAM, lambda self: None, lambda self: None
     moe_block.current_stream = expert_block.current_stream = lambda: STREAM
-    MoEBlock._send_back = send_back
+    EPAll2AllLayer.comm_stream = property(lambda self: STREAM if self.context.backward else None)
+    torch.cuda.is_current_stream_capturing = lambda: True  # so no tensor is recorded on a stream
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-
-
-def send_back(
-    self: MoEBlock, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots_of_rows: Any, needs: Needs
-) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
-    """As `MoEBlock._backward` chooses on a GPU, where layers have a stream."""
-    if found.early is None or not needs.rows or not steps.makes_room(self.layer.context):
-        return SEND_BACK(self, found, desc, slots_of_rows, needs)
-    return self._send_beside(found, found.early, desc, slots_of_rows, needs, STREAM)
 
 
 def missing(wanted: list[KernelRequest]) -> dict[str, Any]:

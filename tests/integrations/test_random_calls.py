@@ -8,8 +8,9 @@ that wait for the host and calls that do not. All ranks draw the same numbers, s
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -46,7 +47,7 @@ class Opened:
         sources: per rank [R, 2 or more]: (source rank, token) of each row, -1 = padding.
         num_rows: rows of this rank, with those past the received ones.
         weights: what this rank received.
-        kind: the call that made it.
+        repeated_by: arguments of a dispatch with the handle.
     """
 
     handle: Any
@@ -55,7 +56,7 @@ class Opened:
     num_rows: int
     dtype: torch.dtype
     weights: torch.Tensor | None = None
-    kind: str = ""
+    repeated_by: dict[str, Any] = field(default_factory=dict)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def _same(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert torch.equal(_bits(got), _bits(want))
 
 
-class Calls:
+class Calls(ABC):
     """Random calls of one interface; those that subclasses make are methods named in CHOICES."""
 
     CHOICES: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch", "dispatch", "again", "combine", "combine")
@@ -88,9 +89,9 @@ class Calls:
             else:
                 getattr(self, name)(self.draw.choice(self.opened))
 
+    @abstractmethod
     def dispatch(self) -> Opened:
         """Dispatch random rows and check what arrives."""
-        raise NotImplementedError
 
     # --- what is drawn ----------------------------------------------------------------------------------
 
@@ -123,6 +124,11 @@ class Calls:
             experts * self.world,
         )
 
+    def other_rows(self, opened: Opened) -> Sent:
+        """Draw other rows for the routing of a handle."""
+        opened.sent.xs = [self.integers(tuple(each.shape), each.dtype) for each in opened.sent.xs]
+        return opened.sent
+
     def mine(self, each: list[Any] | None) -> Any:
         """This rank's part, on the device."""
         return None if each is None else each[self.rank].to(self.device)
@@ -138,8 +144,9 @@ class Calls:
 
     # --- what is checked --------------------------------------------------------------------------------
 
-    def check_rows(self, got: Any, sent: Sent, source: torch.Tensor, scales_of_padding: bool = True) -> int:
-        """Check received rows and scales, and return how many there are; rows past them are not looked at."""
+    def check_rows(self, got: Any, sent: Sent, source: torch.Tensor) -> int:
+        """Check received rows, of which padding is zero, and scales, except those of padding; returns how many there
+        are. Rows past them are not looked at."""
         rows, scales = got if isinstance(got, tuple) else (got, None)
         real = source[:, 0] >= 0
         for part, parts in ((rows, sent.xs), (scales, sent.scales)):
@@ -151,7 +158,7 @@ class Calls:
             want = whole.new_zeros(len(source), whole.shape[1])
             want[real] = whole[starts[source[real, 0]] + source[real, 1]]
             seen = _bits(part[: len(source)])
-            looked_at = real if part is scales and not scales_of_padding else torch.ones_like(real)
+            looked_at = real if part is scales else slice(None)
             assert torch.equal(seen[looked_at], want[looked_at])
         return len(source)
 
@@ -182,18 +189,50 @@ class Calls:
         return torch.where(sent.ids[self.rank] >= 0, sent.weights[self.rank], 0.0)
 
 
-class DeepEP(Calls):
+class OfDeepEP(Calls):
+    """Calls that DeepEP's two buffers have in common: dispatch with a handle, and combine.
+
+    ASYNC: name of the argument for a call on the communication stream.
+    """
+
+    ASYNC: ClassVar[str]
+    buffer: door.Buffer | door.ElasticBuffer
+
+    def order(self) -> dict[str, Any]:
+        """Arguments about streams."""
+        previous = self.buffer.capture() if self.chance(0.3) else None
+        return {"previous_event": previous, self.ASYNC: self.chance(0.3)}
+
+    def again(self, opened: Opened) -> None:
+        """Other rows to the places of a handle."""
+        sent = self.other_rows(opened)
+        recv, *_, event = self.buffer.dispatch(
+            self.rows(sent), handle=opened.handle, **opened.repeated_by, **self.order()
+        )
+        event.current_stream_wait()
+        self.check_rows(recv, sent, opened.sources[self.rank])
+
+    def combine(self, opened: Opened) -> None:
+        """With or without weights and biases."""
+        y, sums = self.outputs(opened)
+        bias, sums = self.biases(sums, opened.dtype)
+        weights = opened.weights if self.chance(0.6) else None
+        out, back, event = self.buffer.combine(y, opened.handle, topk_weights=weights, bias=bias, **self.order())
+        event.current_stream_wait()
+        _same(out, sums.to(opened.dtype))
+        if weights is not None:
+            _same(back, self.kept_weights(opened.sent))
+
+
+class DeepEP(OfDeepEP):
     """`Buffer`: dispatch by ids or by the ranks of a token, with a handle, and combine."""
+
+    ASYNC = "async_finish"
 
     def __init__(self, *place: int) -> None:
         super().__init__(*place)
         size = door.Buffer.get_dispatch_config(self.world).get_nvl_buffer_size_hint(256 * 4, self.world)
         self.buffer = door.Buffer(dist.group.WORLD, size, 0)
-
-    def order(self) -> dict[str, Any]:
-        """Arguments about streams."""
-        previous = door.Buffer.capture() if self.chance(0.3) else None
-        return {"previous_event": previous, "async_finish": self.chance(0.3)}
 
     def dispatch(self) -> Opened:
         """By ids with or without weights, or by `is_token_in_rank`; exact, or with `num_worst_tokens`."""
@@ -231,28 +270,11 @@ class DeepEP(Calls):
         dtype = torch.bfloat16 if sent.scales else rows.dtype
         return Opened(handle, sent, [each.src for each in results], len(rows), dtype, weights)
 
-    def again(self, opened: Opened) -> None:
-        """Other rows to the places of a handle."""
-        sent = opened.sent
-        sent.xs = [self.integers(tuple(each.shape), each.dtype) for each in sent.xs]
-        recv, *_, event = self.buffer.dispatch(self.rows(sent), handle=opened.handle, **self.order())
-        event.current_stream_wait()
-        self.check_rows(recv, sent, opened.sources[self.rank])
 
-    def combine(self, opened: Opened) -> None:
-        """With or without weights and biases."""
-        y, sums = self.outputs(opened)
-        bias, sums = self.biases(sums, opened.dtype)
-        weights = opened.weights if self.chance(0.5) else None
-        out, back, event = self.buffer.combine(y, opened.handle, topk_weights=weights, bias=bias, **self.order())
-        event.current_stream_wait()
-        _same(out, sums.to(opened.dtype))
-        if weights is not None:
-            _same(back, self.kept_weights(opened.sent))
-
-
-class Elastic(Calls):
+class Elastic(OfDeepEP):
     """`ElasticBuffer`: compact and expanded rows."""
+
+    ASYNC = "async_with_compute_stream"
 
     def __init__(self, *place: int) -> None:
         super().__init__(*place)
@@ -269,11 +291,6 @@ class Elastic(Calls):
         super().run()
         self.buffer.destroy()
         self.pool.ranks_per_node = self.before
-
-    def order(self) -> dict[str, Any]:
-        """Arguments about streams."""
-        previous = self.buffer.capture() if self.chance(0.3) else None
-        return {"previous_event": previous, "async_with_compute_stream": self.chance(0.3)}
 
     def dispatch(self) -> Opened:
         """Compact or expanded rows, whose number the host knows or not."""
@@ -305,7 +322,7 @@ class Elastic(Calls):
             **self.order(),
         )
         event.current_stream_wait()
-        num = self.check_rows(recv, sent, sources[self.rank], scales_of_padding=False)
+        num = self.check_rows(recv, sent, sources[self.rank])
         if not expand:
             _same(recv_ids[:num], narrow[self.rank].recv_topk_idx.to(ids.dtype))
             assert (recv_ids[num:] == -1).all()
@@ -320,27 +337,7 @@ class Elastic(Calls):
         rows = recv[0] if isinstance(recv, tuple) else recv
         assert len(rows) == num or sync is False
         dtype = torch.bfloat16 if sent.scales else rows.dtype
-        return Opened(handle, sent, sources, len(rows), dtype, weights, "expand" if expand else "compact")
-
-    def again(self, opened: Opened) -> None:
-        """Other rows to the places of a handle."""
-        sent = opened.sent
-        sent.xs = [self.integers(tuple(each.shape), each.dtype) for each in sent.xs]
-        expand = opened.kind == "expand"
-        recv, *_, event = self.buffer.dispatch(self.rows(sent), handle=opened.handle, do_expand=expand, **self.order())
-        event.current_stream_wait()
-        self.check_rows(recv, sent, opened.sources[self.rank], scales_of_padding=False)
-
-    def combine(self, opened: Opened) -> None:
-        """With or without weights and biases."""
-        y, sums = self.outputs(opened)
-        bias, sums = self.biases(sums, opened.dtype)
-        weights = opened.weights if self.chance(0.6) else None
-        out, back, event = self.buffer.combine(y, opened.handle, topk_weights=weights, bias=bias, **self.order())
-        event.current_stream_wait()
-        _same(out, sums.to(opened.dtype))
-        if weights is not None:
-            _same(back, self.kept_weights(opened.sent))
+        return Opened(handle, sent, sources, len(rows), dtype, weights, {"do_expand": expand})
 
 
 class HybridEP(Calls):
@@ -396,7 +393,7 @@ class HybridEP(Calls):
             **self.draw.choice([by_ids, by_map]),
         )
         got = recv if scales is None else (recv, scales)
-        num = self.check_rows(got, sent, mine.src, scales_of_padding=False)
+        num = self.check_rows(got, sent, mine.src)
         assert len(recv) == (num if budget is None else budget)
         _same(counts.cpu(), mine.expert_offsets.diff().long())
         if mine.recv_weights is None:
@@ -410,8 +407,7 @@ class HybridEP(Calls):
 
     def again(self, opened: Opened) -> None:
         """Other rows to the places of a handle."""
-        sent = opened.sent
-        sent.xs = [self.integers(tuple(each.shape), each.dtype) for each in sent.xs]
+        sent = self.other_rows(opened)
         recv, _, scales, _, _ = self.buffer.dispatch_with_permute(
             hidden=self.mine(sent.xs),
             scaling_factor=self.mine(sent.scales),
@@ -419,7 +415,7 @@ class HybridEP(Calls):
             handle=opened.handle,
         )
         got = recv if scales is None else (recv, scales)
-        self.check_rows(got, sent, opened.sources[self.rank], scales_of_padding=False)
+        self.check_rows(got, sent, opened.sources[self.rank])
 
     def combine(self, opened: Opened) -> None:
         """With or without probabilities."""
@@ -470,10 +466,10 @@ class LowLatency(Calls):
         slabs = torch.full(tuple(got.shape), torch.nan, dtype=torch.bfloat16)
         sums = torch.zeros(len(sent.xs[self.rank]), 512)
         for rank, result in enumerate(results):
-            y, assert_weights = self.integers((len(result.src), 512), torch.bfloat16, 2), result.recv_weights
-            assert assert_weights is not None
+            y, factors = self.integers((len(result.src), 512), torch.bfloat16, 2), result.recv_weights
+            assert factors is not None
             here = result.src[:, 0] == self.rank
-            sums.index_add_(0, result.src[here, 1], y[here].float() * assert_weights[here].unsqueeze(1))
+            sums.index_add_(0, result.src[here, 1], y[here].float() * factors[here].unsqueeze(1))
             for expert, (first, end) in enumerate(zip(result.expert_offsets, result.expert_offsets[1:], strict=False)):
                 if rank == self.rank:
                     slabs[expert, : end - first] = y[first:end]

@@ -183,7 +183,7 @@ def twice(model: Model) -> Found:
 def accumulated(model: Model, in_main_grad: bool = False) -> Found:
     """`backward`, which adds up in `grad`, or in `main_grad`."""
     for parameter in model.parameters() if in_main_grad else ():
-        parameter.main_grad = torch.zeros(parameter.shape, device=model.device)  # type: ignore[attr-defined]
+        parameter.main_grad = torch.zeros(parameter.shape, device=model.device)
     found = []
     for batch in model.batches:
         x, weights = model.leaves(batch)

@@ -32,7 +32,7 @@ from triton_ep.ops.row_scales import RowScaled
 Params = Sequence[torch.Tensor | None]
 
 
-def _nothing(room: bool, stream: torch.cuda.Stream | None = None) -> None:
+def _nothing(room: bool, stream: torch.cuda.Stream | None) -> None:
     """Default of `prepare`: nothing."""
 
 
@@ -66,7 +66,7 @@ class ExpertGradients:
     rows: Callable[[], torch.Tensor] | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
-    prepare: Callable[..., None] = _nothing
+    prepare: Callable[[bool, torch.cuda.Stream | None], None] = _nothing
     early: Callable[[], None] | None = None
 
 
@@ -215,11 +215,9 @@ class MoEBlock:
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
             del grad_rows
-            side, early = layer.comm_stream, found.early if needs.rows and steps.makes_room(ctx) else None
-            if side is None or early is None:
-                grad_x, grad_weights, of_params = self._send_back(found, desc, slots, needs)
-            else:
-                grad_x, grad_weights, of_params = self._send_beside(found, early, desc, slots, needs, side)
+            beside = needs.rows and found.early is not None and layer.comm_stream is not None and steps.makes_room(ctx)
+            send = self._send_beside if beside else self._send_back
+            grad_x, grad_weights, of_params = send(found, desc, slots, needs)
             self._join(grad_x, grad_weights)
             del found  # row weights' gradients, whose memory belongs to this stream
         return grad_x, grad_weights, of_params
@@ -242,34 +240,32 @@ class MoEBlock:
         rows = None if found.rows is None else self._of_experts(found.rows)
         if side is None:
             grads = self._send_rows(rows, desc, needs), self._send_weights(found, desc, slots, needs)
-            self._of_experts(found.prepare, False)
+            self._of_experts(found.prepare, False, None)
             if found.early is not None:
                 self._of_experts(found.early)
             del rows
-            self._of_experts(found.prepare, True)
+            self._of_experts(found.prepare, True, None)
             return *grads, self._of_experts(found.params)
         side.wait_stream(current_stream())
         with torch.cuda.stream(side):
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
-        self._of_experts(found.prepare, False)
+        self._of_experts(found.prepare, False, None)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
         del rows  # `prepare` may reuse the memory: rows still to be sent have been summed into another buffer
         with torch.cuda.stream(side):
             grad_weights = self._send_weights(found, desc, slots, needs)
-        self._of_experts(found.prepare, True)
+        self._of_experts(found.prepare, True, None)
         arrived.current_stream_wait()
         return grad_x, grad_weights, self._of_experts(found.params)
 
     def _send_beside(
         self,
         found: ExpertGradients,
-        early: Callable[[], None],
         desc: EPAllToAllLayoutDesc,
         slots: torch.Tensor | None,
         needs: Needs,
-        side: torch.cuda.Stream,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
         """As `_send_back`, on a GPU, next to products for the parameters, which leave room for both exchanges.
 
@@ -277,13 +273,13 @@ class MoEBlock:
         program on every one would keep all products waiting (LITTLE_SHARED in runtime/plans/residency.py). They wait
         for the sums that leave this rank, whose memory they take, not for those that arrive.
         """
-        ctx = self.layer.context
-        assert found.rows is not None, "asked for"
+        ctx, side = self.layer.context, self.layer.comm_stream
+        assert side is not None and found.rows is not None and found.early is not None, "`_backward` has looked"
         rows = self._of_experts(found.rows)
-        self._of_experts(found.prepare, False)
+        self._of_experts(found.prepare, False, None)
         side.wait_stream(current_stream())
         aside = ctx.converting.fork()
-        self._of_experts(early)
+        self._of_experts(found.early)
         with torch.cuda.stream(side), ctx.making_room():
             grad_x = self._send_rows(rows, desc, needs)
         with torch.cuda.stream(aside):

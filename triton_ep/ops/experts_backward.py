@@ -310,8 +310,7 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor
 
 def fits_boxes(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether boxes hold the operands and the result of `weight_gradient`. Then it takes no memory of its own."""
-    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y)) and fits_tma((out, out.stride(1)))
-    return bool(fits)
+    return all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y)) and fits_tma((out, out.stride(1)))
 
 
 @library.op(

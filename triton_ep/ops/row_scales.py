@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -77,24 +75,14 @@ def _plan(name: str, has_offsets: bool, **tile: int) -> Plan:
     return Plan(name, {**offsets_constexprs(has_offsets), **tile})
 
 
-def launch_rows(
-    name: str,
-    rows: torch.Tensor,
-    offs: torch.Tensor | None,
-    tile: Mapping[str, Any],
-    plan: Plan | None = None,
-    **given: torch.Tensor | int,
-) -> None:
-    """Launch a kernel of row_scales.py over rows [R, K], or over those in use.
-
-    plan: its plan, if it has other options than those that the kernel declares. given: further arguments by name.
-    """
+def _launch_rows(plan: Plan, rows: torch.Tensor, offs: torch.Tensor | None, **given: torch.Tensor | int) -> None:
+    """Launch a kernel of row_scales.py over rows [R, K], or over those in use. given: further arguments by name."""
     num_rows, k = rows.shape
     if num_rows == 0 or k == 0:
         return
     runtime.launch(
-        plan or _plan(name, offs is not None, **tile),
-        -(-num_rows // tile["ROWS"]),
+        plan,
+        -(-num_rows // plan.constexprs["ROWS"]),
         offs_ptr=rows if offs is None else offs.contiguous(),
         **given,
         num_rows=num_rows,
@@ -119,11 +107,11 @@ def _rebase(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None)
     k = qdata.shape[-1]
     if qdata.numel():
         rows = qdata.contiguous().view(-1, k)
-        launch_rows(
-            "rebase_rows_kernel",
+        tile = quantized_tile(k, INTERPRETING, rebased=True)
+        _launch_rows(
+            _plan("rebase_rows_kernel", offs is not None, **tile),
             rows,
             offs,
-            quantized_tile(k, INTERPRETING, rebased=True),
             elements_ptr=rows,
             scale_ptr=scale.contiguous(),
             out_ptr=out,
@@ -135,9 +123,9 @@ def _rebase(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None)
 @library.op("(Tensor x, Tensor? offs) -> (Tensor, Tensor)", lambda x, _: _like(x))
 def _quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     out, row_scale = _like(x)
-    tile = quantized_tile(x.shape[1], INTERPRETING)
+    plan = _plan("quantize_to_rows_kernel", offs is not None, **quantized_tile(x.shape[1], INTERPRETING))
     x = x.contiguous()
-    launch_rows("quantize_to_rows_kernel", x, offs, tile, x_ptr=x, out_ptr=out, row_scale_ptr=row_scale)
+    _launch_rows(plan, x, offs, x_ptr=x, out_ptr=out, row_scale_ptr=row_scale)
     return out, row_scale
 
 
@@ -149,11 +137,10 @@ def _dequantize_rows_in_use(
     qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     out = qdata.new_empty(qdata.shape, dtype=dtype)
-    launch_rows(
-        "dequantize_rows_in_use_kernel",
+    _launch_rows(
+        _plan("dequantize_rows_in_use_kernel", offs is not None, **row_tile(qdata.shape[1], INTERPRETING)),
         qdata,
         offs,
-        row_tile(qdata.shape[1], INTERPRETING),
         elements_ptr=qdata,
         row_scale_ptr=scale,
         out_ptr=out,
@@ -249,14 +236,11 @@ def dequantize_rows_beside(
     """
     qdata = x.qdata[:, columns]
     out = qdata.new_empty(qdata.shape, dtype=torch.bfloat16)
-    plan = dequantize_beside(True, INTERPRETING)
     with torch.cuda.stream(stream):
-        launch_rows(
-            plan.kernel,
+        _launch_rows(
+            dequantize_beside(INTERPRETING),
             qdata,
             offs,
-            plan.constexprs,
-            plan,
             elements_ptr=qdata,
             row_scale_ptr=x.scale,
             out_ptr=out,

@@ -91,11 +91,11 @@ def row_tile(k: int, interpreted: bool) -> dict[str, int]:
 
 
 @functools.cache
-def dequantize_beside(has_offsets: bool, interpreted: bool) -> Plan:
-    """Plan that converts rows next to products of gradients of weights: a program fits on a multiprocessor that holds
-    as many of those as it can (`BESIDE_PRODUCTS` in exchange.py)."""
+def dequantize_beside(interpreted: bool) -> Plan:
+    """Plan that converts rows in use next to products of gradients of weights: a program fits on a multiprocessor that
+    holds as many of those as it can (`BESIDE_PRODUCTS` in exchange.py)."""
     tile = row_tile(2048, interpreted) if interpreted else {"ROWS": 4, "BLOCK_K": 2048, "DIRECT": True}
-    constexprs = offsets_constexprs(has_offsets) | tile
+    constexprs = offsets_constexprs(True) | tile
     return Plan("dequantize_rows_in_use_kernel", constexprs, 8, 80, side_by_side=True)
 
 
@@ -448,7 +448,7 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
             back = offsets_constexprs(True) | row_tile(k, interpreted=False)
             types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
             found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k", "stride_em")))
-        found.append(KernelRequest.of(dequantize_beside(True, interpreted=False), types, {"k": 16, "stride_em": 16}))
+        found.append(KernelRequest.of(dequantize_beside(interpreted=False), types, {"k": 16, "stride_em": 16}))
         for fprop, dgrad in ((True, True), (True, False), (False, True)):
             maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
             found.append(_of_weights(Plan("weight_maxima_kernel", maxima)))
