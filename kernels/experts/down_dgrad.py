@@ -6,7 +6,8 @@ Protocol      down_dgrad: dact = dy @ w2 over segments is the gradient of the we
               of w2; and per row the sum of dact * activation over the tile's columns, which is the tile's share of the
               gradient of the row's weight. row_weight_gradient adds the shares in the order of tiles, and the
               contribution of the second product's bias.
-              Programs are persistent; each takes every num_programs-th tile: records of the table times columns.
+              Programs are persistent; each takes every num_programs-th tile: records of the table times columns; with
+              SPLIT they share the last tiles (turns.py).
               FP8: both operands have one scale per row, so no scale is inside the sum; PROMOTE adds the products of
               every step in float32, outside of the tensor core, which accumulates with fewer bits.
 Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which clip boxes at H and F, so
@@ -14,9 +15,10 @@ Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptor
               those rows are not stored. pre, dpre [R, 2F] (not GATED: [R, F]), which may share memory, and act [R, F]
               bf16 row-major; shares [tiles of F, R] float32. Tiles: device/tiles.py. Rows past the last segment are
               not written.
-Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Memory order  Plain loads and stores; the kernels follow each other on one stream. With SPLIT relaxed atomics decide
+              which program computes a tile, nothing else.
 Progress      No program waits.
-Replay        Nothing is kept between calls.
+Replay        Nothing is kept between calls; taken_ptr is zeroed before each launch.
 """
 
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from ..device.tiles import TILE_ROWS, rows_of_tile, tiles_in_table
 from ..spec import ep_kernel
 from .activation import Activation, activation_gradients
 from .products import add_step, halves, table_tile, table_tiles
+from .turns import ask, following, turns_of, unit_tile, whole_tiles
 
 
 @triton.jit
@@ -99,7 +102,7 @@ class Method(NamedTuple):
     Attributes:
         PROMOTE: as in `add_step`.
         K_MAJOR: weights are [E, F, H], else [E, H, F].
-        SPLIT: compute a tile as two halves of its rows.
+        SPLIT: compute a tile as two halves of its rows; programs share the last tiles.
         FLATTEN: the loads of the next tile begin before this one is stored.
     """
 
@@ -221,6 +224,45 @@ def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.con
         tl.store(of_rows.shares_ptr + place.tile_n.to(tl.int64) * sizes.num_rows + rows, share, mask=in_m)
 
 
+@triton.jit
+def _sums_by_halves(dy, w, place, hidden, method, tile):
+    """Sums of the upper and of the lower rows of a tile, [BLOCK_M / 2, BLOCK_N] each, one after the other: by
+    `add_step_by_halves` this kernel takes longer."""
+    HALF_M: tl.constexpr = tile.BLOCK_M // 2
+    row = place.row
+    col = place.tile_n * tile.BLOCK_N
+    upper = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
+    lower = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
+    # Skip a lower half of padding, which is zero, or without rows.
+    both = tl.where(row + HALF_M < place.filled, hidden, 0)
+    for k in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
+        dy_upper = dy.load([row, k])
+        dy_lower = dy.load([row + HALF_M, k])
+        box = _load_box(w, place.expert, col, k, method.K_MAJOR)
+        w_tile = _as_tile(box, method.K_MAJOR)
+        upper = add_step(upper, dy_upper, w_tile, False, method.PROMOTE)
+        lower = add_step(lower, dy_lower, w_tile, False, method.PROMOTE)
+    for k in tl.range(both, hidden, tile.BLOCK_K, num_stages=tile.STAGES):
+        box = _load_box(w, place.expert, col, k, method.K_MAJOR)
+        dy_tile = dy.load([row, k])
+        upper = add_step(upper, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
+    return upper, lower
+
+
+@triton.jit
+def _sum(dy, w, place, hidden, method, tile):
+    """Sum of a tile, [BLOCK_M, BLOCK_N]."""
+    terms = hidden
+    if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part
+        terms = tl.where(place.row < place.filled, hidden, 0)
+    acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
+    for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+        box = _load_box(w, place.expert, place.tile_n * tile.BLOCK_N, k, method.K_MAJOR)
+        dy_tile = dy.load([place.row, k])
+        acc = add_step(acc, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
+    return acc
+
+
 @ep_kernel(
     dy="{DY}",
     w="{W}",
@@ -229,6 +271,7 @@ def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.con
     pre_ptr="*bf16",
     weights_ptr="*fp32",
     tiles_ptr="*i32",
+    taken_ptr="*i32",
     dpre_ptr="*bf16",
     act_ptr="*bf16",
     shares_ptr="*fp32",
@@ -241,48 +284,35 @@ def down_dgrad_kernel(
     factors: Factors,
     of_rows: OfRows,
     tiles_ptr,  # tile table
+    taken_ptr,  # [1] int32, zero; read with SPLIT (turns.py)
     sizes: Sizes,
     method: Method,
     activation: Activation,
     tile: DgradTile,
 ):
-    HALF_M: tl.constexpr = tile.BLOCK_M // 2
     tiles_n = tl.cdiv(sizes.ffn, tile.BLOCK_N)
     num_tiles = table_tiles(tiles_ptr, sizes.num_rows, tile.BLOCK_M) * tiles_n
-    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN):
-        expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)
-        col = tile_n * tile.BLOCK_N
-        if method.SPLIT:
-            # One half after the other: by `add_step_by_halves` this kernel takes longer.
-            upper = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
-            lower = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
-            # Skip a lower half of padding, which is zero, or without rows.
-            both = tl.where(row + HALF_M < filled, sizes.hidden, 0)
-            for k in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                dy_upper = dy.load([row, k])
-                dy_lower = dy.load([row + HALF_M, k])
-                box = _load_box(w, expert, col, k, method.K_MAJOR)
-                w_tile = _as_tile(box, method.K_MAJOR)
-                upper = add_step(upper, dy_upper, w_tile, False, method.PROMOTE)
-                lower = add_step(lower, dy_lower, w_tile, False, method.PROMOTE)
-            for k in tl.range(both, sizes.hidden, tile.BLOCK_K, num_stages=tile.STAGES):
-                box = _load_box(w, expert, col, k, method.K_MAJOR)
-                dy_tile = dy.load([row, k])
-                upper = add_step(upper, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
-            parts = (upper, lower)
-        else:
-            terms = sizes.hidden
-            if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part
-                terms = tl.where(row < filled, sizes.hidden, 0)
-            acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
-            for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                box = _load_box(w, expert, col, k, method.K_MAJOR)
-                dy_tile = dy.load([row, k])
-                acc = add_step(acc, dy_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
-            parts = (acc,)
-        for part in tl.static_range(2 if method.SPLIT else 1):
-            place = Place(expert, row + part * HALF_M, end, filled, tile_n)
-            _finish_tile(parts[part], factors, of_rows, sizes, place, activation, tile.LEVELS)
+    if method.SPLIT:
+        whole = whole_tiles(num_tiles)
+        units = 2 * num_tiles - whole
+        fixed, most = turns_of(units, 0)
+        unit = tl.program_id(0)
+        for turn in tl.range(0, most):
+            if unit < units:
+                expert, row, end, filled, tile_n = unit_tile(tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
+                place = Place(expert, row, end, filled, tile_n)
+                sums = _sums_by_halves(dy, w, place, sizes.hidden, method, tile)
+                ticket = ask(taken_ptr, turn, fixed, most)
+                for part in tl.static_range(2):
+                    place = Place(expert, row + part * (tile.BLOCK_M // 2), end, filled, tile_n)
+                    _finish_tile(sums[part], factors, of_rows, sizes, place, activation, tile.LEVELS)
+                unit = following(unit, ticket, turn, fixed)
+    else:
+        for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN):
+            expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)
+            place = Place(expert, row, end, filled, tile_n)
+            acc = _sum(dy, w, place, sizes.hidden, method, tile)
+            _finish_tile(acc, factors, of_rows, sizes, place, activation, tile.LEVELS)
 
 
 @ep_kernel(

@@ -3,16 +3,18 @@
 Protocol      pre[r] = x[r] @ w[expert of r]^T (+ bias), act[r] = activation(pre[r]) * row_weights[r]. Gated, the
               weights of an expert are F rows of gate, then F rows of up; a tile has BLOCK_N columns of each, computed
               as one product of 2 * BLOCK_N columns. Programs are persistent; each takes every num_programs-th tile of
-              the table, or of the segments. Sums are float32. OUT: the activation as bf16, or quantised from float32 to
-              MXFP8 (RCEIL along the row), or that MXFP8 as bf16. Rows past the last segment have no tiles.
+              the table, or of the segments; with SPLIT they share the last tiles (turns.py). Sums are float32. OUT: the
+              activation as bf16, or quantised from float32 to MXFP8 (RCEIL along the row), or that MXFP8 as bf16. Rows
+              past the last segment have no tiles.
 Layout        x [R, K] and w [E, F or 2F, K], contiguous, bf16, or (SCALED) e4m3 with float32 scales [R] and
               [E, F or 2F]. bias [E, F or 2F]; act [R, F], its scales [R, F/32] uint8; pre [R, F or 2F] bf16: gate
               columns, then up. TMA: boxes of w are boxes of [E * halves, F, K]; the copy engine fills in zeros past F
               and K. Boxes of x may reach into the next segment: results for those rows are not stored. FLATTEN: one
               loop over tiles and steps, whose loads continue during the epilogue; BLOCK_M is then 128.
-Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Memory order  Plain loads and stores; the kernels follow each other on one stream. With SPLIT relaxed atomics decide
+              which program computes a tile, nothing else.
 Progress      No program waits.
-Replay        Nothing is kept between calls.
+Replay        Nothing is kept between calls; taken_ptr is zeroed before each launch.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from .products import (
     table_tile,
     table_tiles,
 )
+from .turns import ask, following, turns_of, unit_tile, whole_tiles
 
 _BF16 = tl.constexpr(ACT_OUT_BF16)
 _MX = tl.constexpr(ACT_OUT_MX)
@@ -162,7 +165,7 @@ class Method(NamedTuple):
         TMA: operands are read through descriptors.
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows, with PROMOTE only.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share the last tiles.
     """
 
     TMA: tl.constexpr
@@ -170,6 +173,71 @@ class Method(NamedTuple):
     SWAP: tl.constexpr
     FLATTEN: tl.constexpr
     SPLIT: tl.constexpr
+
+
+@triton.jit
+def _sums_by_halves(x, w, place, k, method, activation, tile):
+    """Sums of the upper and the lower rows of a unit, [BLOCK_M / 2, WIDTH] each. place: as `unit_tile` returns it."""
+    HALVES: tl.constexpr = 2 if activation.GATED else 1
+    WIDTH: tl.constexpr = HALVES * tile.BLOCK_N
+    HALF_M: tl.constexpr = tile.BLOCK_M // 2
+    tl.static_assert(method.PROMOTE)
+    expert, row, _, filled, tile_n = place
+    col = tile_n * tile.BLOCK_N
+    left = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
+    right = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
+    lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
+    # Skip a lower half of padding, which is zero, or without rows.
+    both = tl.where(row + HALF_M < filled, k, 0)
+    for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
+        x_upper = x.load([row, k0])
+        x_lower = x.load([row + HALF_M, k0])
+        box = w.load([expert * HALVES, col, k0])
+        w_tile = box.reshape(WIDTH, tile.BLOCK_K).T
+        left, right, lower = add_step_by_halves(left, right, lower, x_upper, x_lower, w_tile)
+    upper = joined(left, right)
+    for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
+        box = w.load([expert * HALVES, col, k0])
+        x_tile = x.load([row, k0])
+        upper = add_step(upper, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, False, method.PROMOTE)
+    return upper, lower
+
+
+@triton.jit
+def _sum(x, w, place, f, k, TABLE: tl.constexpr, method, activation, tile):
+    """Sum of a tile, [BLOCK_M, WIDTH]. place: as `table_tile` returns it. TABLE: it comes from a table."""
+    HALVES: tl.constexpr = 2 if activation.GATED else 1
+    WIDTH: tl.constexpr = HALVES * tile.BLOCK_N
+    expert, row, end, filled, tile_n = place
+    col = tile_n * tile.BLOCK_N
+    terms = k
+    if TABLE and tile.BLOCK_M < 128:
+        terms = tl.where(row < filled, k, 0)
+    if method.SWAP:
+        acc = tl.zeros((WIDTH, tile.BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((tile.BLOCK_M, WIDTH), dtype=tl.float32)
+    if method.TMA:
+        for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+            box = w.load([expert * HALVES, col, k0])
+            x_tile = x.load([row, k0])
+            acc = add_step(acc, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, method.SWAP, method.PROMOTE)
+    else:
+        half = tl.arange(0, WIDTH) // tile.BLOCK_N
+        offs_w = tl.arange(0, WIDTH) % tile.BLOCK_N
+        offs_k = tl.arange(0, tile.BLOCK_K)
+        rows = row + tl.arange(0, tile.BLOCK_M)
+        at_w = (expert * HALVES + half).to(tl.int64) * f + col + offs_w
+        x_ptrs = x + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
+        w_ptrs = w + at_w[:, None] * k + offs_k[None, :]
+        for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+            in_k = (k0 + offs_k < k)[None, :]
+            x_tile = tl.load(x_ptrs + k0, mask=(rows < end)[:, None] & in_k, other=0.0)
+            w_tile = tl.load(w_ptrs + k0, mask=(col + offs_w < f)[:, None] & in_k, other=0.0)
+            acc = add_step(acc, x_tile, w_tile.T, method.SWAP, method.PROMOTE)
+    if method.SWAP:
+        acc = acc.T
+    return acc
 
 
 @ep_kernel(
@@ -183,6 +251,7 @@ class Method(NamedTuple):
     act_scale_ptr="*{ACT_SCALE}",
     pre_ptr="*{PRE}",
     tiles_ptr="*i32",
+    taken_ptr="*i32",
     specialised=("f", "k"),
     num_warps=None,
 )
@@ -198,73 +267,36 @@ def gate_up_kernel(
     activation: Activation,
     tile: GemmTile,
 ):
-    HALVES: tl.constexpr = 2 if activation.GATED else 1
-    WIDTH: tl.constexpr = HALVES * tile.BLOCK_N
-    HALF_M: tl.constexpr = tile.BLOCK_M // 2
     tiles_n = tl.cdiv(f, tile.BLOCK_N)
     if segments.TABLE:
         num_tiles = table_tiles(segments.tiles_ptr, segments.num_rows, tile.BLOCK_M) * tiles_n
     else:
         starts, sizes, tiles, after = segment_tiles(segments, tiles_n, tile.BLOCK_M)
         num_tiles = tl.sum(tiles)
-    offs_m = tl.arange(0, tile.BLOCK_M)
-    offs_k = tl.arange(0, tile.BLOCK_K)
-    half = tl.arange(0, WIDTH) // tile.BLOCK_N
-    offs_w = tl.arange(0, WIDTH) % tile.BLOCK_N
-    for number in tl.range(
-        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES
-    ):
-        if segments.TABLE:
-            expert, row, end, filled, tile_n = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
-        else:
-            expert, row, end, filled, tile_n = segment_tile(
-                starts, sizes, tiles, after, number, tiles_n, tile.BLOCK_M, tile.BAND
-            )
-        col = tile_n * tile.BLOCK_N
-        if method.SPLIT:
-            tl.static_assert(method.PROMOTE)
-            left = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
-            right = tl.zeros((HALF_M, WIDTH // 2), dtype=tl.float32)
-            lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
-            # Skip a lower half of padding, which is zero, or without rows.
-            both = tl.where(row + HALF_M < filled, k, 0)
-            for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                x_upper = x.load([row, k0])
-                x_lower = x.load([row + HALF_M, k0])
-                box = w.load([expert * HALVES, col, k0])
-                w_tile = box.reshape(WIDTH, tile.BLOCK_K).T
-                left, right, lower = add_step_by_halves(left, right, lower, x_upper, x_lower, w_tile)
-            upper = joined(left, right)
-            for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
-                box = w.load([expert * HALVES, col, k0])
-                x_tile = x.load([row, k0])
-                upper = add_step(upper, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, False, method.PROMOTE)
-            parts = (upper, lower)
-        else:
-            rows = row + offs_m
-            terms = k
-            if segments.TABLE and tile.BLOCK_M < 128:
-                terms = tl.where(row < filled, k, 0)
-            if method.SWAP:
-                acc = tl.zeros((WIDTH, tile.BLOCK_M), dtype=tl.float32)
+    if method.SPLIT:
+        tl.static_assert(segments.TABLE)
+        whole = whole_tiles(num_tiles)
+        units = 2 * num_tiles - whole
+        fixed, most = turns_of(units, 3)
+        unit = tl.program_id(0)
+        for turn in tl.range(0, most, num_stages=tile.STAGES):
+            if unit < units:
+                ticket = ask(segments.taken_ptr, turn, fixed, most)
+                place = unit_tile(segments.tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
+                sums = _sums_by_halves(x, w, place, k, method, activation, tile)
+                expert, row, end, _, tile_n = place
+                for part in tl.static_range(2):
+                    first = row + part * (tile.BLOCK_M // 2)
+                    _finish(sums[part], factors, into, expert, first, end, tile_n * tile.BLOCK_N, f, activation)
+                unit = following(unit, ticket, turn, fixed)
+    else:
+        for number in tl.range(
+            tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES
+        ):
+            if segments.TABLE:
+                place = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
             else:
-                acc = tl.zeros((tile.BLOCK_M, WIDTH), dtype=tl.float32)
-            if method.TMA:
-                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    box = w.load([expert * HALVES, col, k0])
-                    x_tile = x.load([row, k0])
-                    acc = add_step(acc, x_tile, box.reshape(WIDTH, tile.BLOCK_K).T, method.SWAP, method.PROMOTE)
-            else:
-                at_w = (expert * HALVES + half).to(tl.int64) * f + col + offs_w
-                x_ptrs = x + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
-                w_ptrs = w + at_w[:, None] * k + offs_k[None, :]
-                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    in_k = (k0 + offs_k < k)[None, :]
-                    x_tile = tl.load(x_ptrs + k0, mask=(rows < end)[:, None] & in_k, other=0.0)
-                    w_tile = tl.load(w_ptrs + k0, mask=(col + offs_w < f)[:, None] & in_k, other=0.0)
-                    acc = add_step(acc, x_tile, w_tile.T, method.SWAP, method.PROMOTE)
-            if method.SWAP:
-                acc = acc.T
-            parts = (acc,)
-        for part in tl.static_range(2 if method.SPLIT else 1):
-            _finish(parts[part], factors, into, expert, row + part * HALF_M, end, col, f, activation)
+                place = segment_tile(starts, sizes, tiles, after, number, tiles_n, tile.BLOCK_M, tile.BAND)
+            acc = _sum(x, w, place, f, k, segments.TABLE, method, activation, tile)
+            expert, row, end, _, tile_n = place
+            _finish(acc, factors, into, expert, row, end, tile_n * tile.BLOCK_N, f, activation)

@@ -22,6 +22,7 @@ class Segments(NamedTuple):
 
     Attributes:
         tiles_ptr: the tile table (device/tiles.py); without TABLE [E + 1] int32 offsets.
+        taken_ptr: [1] int32, zero at the launch; read if programs share tiles (turns.py).
         num_rows: R.
         num_experts: E.
         TABLE: tiles come from a table.
@@ -29,6 +30,7 @@ class Segments(NamedTuple):
     """
 
     tiles_ptr: Any
+    taken_ptr: Any
     num_rows: Any
     num_experts: Any
     TABLE: tl.constexpr

@@ -1,8 +1,9 @@
 """Second product of the experts, and gradients of rows: rows in segments, one matrix per segment.
 
 Protocol      out[r] = a[r] @ w[expert of r]^T (+ bias, times row_weights[r]). Programs are persistent; each takes
-              every num_programs-th tile of the tile table, or of the segments. Sums are float32; results have the dtype
-              of `out`. Rows past the last segment have no tiles; they are not written, or (ZERO_REST) zeroed.
+              every num_programs-th tile of the tile table, or of the segments; with SPLIT they share the last tiles
+              (turns.py). Sums are float32; results have the dtype of `out`. Rows past the last segment have no tiles;
+              they are not written, or (ZERO_REST) zeroed.
 Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED, which needs
               K_MAJOR) e4m3 with scales [R] and [E, N] float32. out [R, N] bf16, fp16 or fp32, rows stride_om apart.
               TMA: boxes of a and w may reach into the next segment or expert: results there are not stored. Without
@@ -11,9 +12,10 @@ Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguo
               multiples of 128 rows: a box would overwrite the first rows of the next segment. FLATTEN: one loop over
               tiles and steps, whose loads continue during the epilogue; BLOCK_M is then 128, and nothing after the
               steps is conditional.
-Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Memory order  Plain loads and stores; the kernels follow each other on one stream. With SPLIT relaxed atomics decide
+              which program computes a tile, nothing else.
 Progress      No program waits.
-Replay        Nothing is kept between calls.
+Replay        Nothing is kept between calls; taken_ptr is zeroed before each launch.
 """
 
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from .products import (
     table_tile,
     table_tiles,
 )
+from .turns import ask, following, turns_of
 
 
 @triton.jit
@@ -109,7 +112,7 @@ class Method(NamedTuple):
         K_MAJOR: weights are [E, N, K], else [E, K, N].
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows, with PROMOTE only.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share the last tiles.
     """
 
     TMA: tl.constexpr
@@ -118,6 +121,89 @@ class Method(NamedTuple):
     SWAP: tl.constexpr
     FLATTEN: tl.constexpr
     SPLIT: tl.constexpr
+
+
+@triton.jit
+def _sums_by_halves(a, w, place, n, k, method, tile):
+    """Sums of the upper and of the lower rows of a tile, [BLOCK_M / 2, BLOCK_N] each. place: as `table_tile` returns
+    it."""
+    HALF_M: tl.constexpr = tile.BLOCK_M // 2
+    tl.static_assert(method.PROMOTE)
+    expert, row, _, filled, tile_n = place
+    col = tile_n * tile.BLOCK_N
+    left = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
+    right = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
+    lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
+    # Skip a lower half of padding, which is zero, or without rows.
+    both = tl.where(row + HALF_M < filled, k, 0)
+    for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
+        w_tile = _as_tile(_load_box(w, expert, col, k0, n, k, method.K_MAJOR), method.K_MAJOR)
+        a_upper = a.load([row, k0])
+        a_lower = a.load([row + HALF_M, k0])
+        left, right, lower = add_step_by_halves(left, right, lower, a_upper, a_lower, w_tile)
+    upper = joined(left, right)
+    for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
+        box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
+        a_tile = a.load([row, k0])
+        upper = add_step(upper, a_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
+    return upper, lower
+
+
+@triton.jit
+def _sum(a, w, place, n, k, TABLE: tl.constexpr, method, tile):
+    """Sum of a tile, [BLOCK_M, BLOCK_N]. place: as `table_tile` returns it. TABLE: it comes from a table."""
+    expert, row, end, filled, tile_n = place
+    col = tile_n * tile.BLOCK_N
+    terms = k
+    if TABLE and tile.BLOCK_M < 128:
+        terms = tl.where(row < filled, k, 0)
+    if method.SWAP:
+        acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
+    if method.TMA:
+        for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+            box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
+            a_tile = a.load([row, k0])
+            acc = add_step(acc, a_tile, _as_tile(box, method.K_MAJOR), method.SWAP, method.PROMOTE)
+    else:
+        rows = row + tl.arange(0, tile.BLOCK_M)
+        cols = col + tl.arange(0, tile.BLOCK_N)
+        offs_k = tl.arange(0, tile.BLOCK_K)
+        in_n = cols < n
+        a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
+        w_ptr = w + expert.to(tl.int64) * n * k
+        for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+            in_k = k0 + offs_k < k
+            a_tile = tl.load(a_ptrs + k0, mask=(rows < end)[:, None] & in_k[None, :], other=0.0)
+            if method.K_MAJOR:
+                w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
+                w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
+            else:
+                w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
+                w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
+            acc = add_step(acc, a_tile, w_tile, method.SWAP, method.PROMOTE)
+    if method.SWAP:
+        acc = acc.T
+    return acc
+
+
+@triton.jit
+def _store(out, acc, factors, by_rows, expert, row, end, col, n):
+    """Finish and store a tile [M, N] of the product, rows from `row` up to `end`, exclusive."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    rows = row + tl.arange(0, acc.shape[0])
+    cols = col + tl.arange(0, WIDTH)
+    in_m = rows < end
+    in_n = cols < n
+    result = _finish(acc, factors, rows, in_m, cols, in_n, expert, n)
+    if by_rows.BOX_STORES:
+        left, right = halves(result.to(tl.bfloat16), result.shape[0], WIDTH)
+        out.store([row, col], left)
+        out.store([row, col + WIDTH // 2], right)
+    else:
+        out_ptrs = by_rows.out_ptr + rows.to(tl.int64)[:, None] * by_rows.stride_om + cols[None, :]
+        tl.store(out_ptrs, result.to(by_rows.out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
 @ep_kernel(
@@ -130,6 +216,7 @@ class Method(NamedTuple):
     row_weights_ptr="*{WEIGHTS}",
     out_ptr="*{RESULT}",
     tiles_ptr="*i32",
+    taken_ptr="*i32",
     specialised=("n", "k", "stride_om"),
     num_warps=None,
 )
@@ -145,86 +232,36 @@ def rows_product_kernel(
     method: Method,
     tile: GemmTile,
 ):
-    HALF_M: tl.constexpr = tile.BLOCK_M // 2
     tiles_n = tl.cdiv(n, tile.BLOCK_N)
     if segments.TABLE:
         num_tiles = table_tiles(segments.tiles_ptr, segments.num_rows, tile.BLOCK_M) * tiles_n
     else:
         starts, sizes, tiles, after = segment_tiles(segments, tiles_n, tile.BLOCK_M)
         num_tiles = tl.sum(tiles)
-    offs_m = tl.arange(0, tile.BLOCK_M)
-    offs_n = tl.arange(0, tile.BLOCK_N)
-    offs_k = tl.arange(0, tile.BLOCK_K)
-    for number in tl.range(
-        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES
-    ):
-        if segments.TABLE:
-            expert, row, end, filled, tile_n = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
-        else:
-            expert, row, end, filled, tile_n = segment_tile(
-                starts, sizes, tiles, after, number, tiles_n, tile.BLOCK_M, tile.BAND
-            )
-        col = tile_n * tile.BLOCK_N
-        cols = col + offs_n
-        in_n = cols < n
-        if method.SPLIT:
-            tl.static_assert(method.PROMOTE)
-            left = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
-            right = tl.zeros((HALF_M, tile.BLOCK_N // 2), dtype=tl.float32)
-            lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
-            # Skip a lower half of padding, which is zero, or without rows.
-            both = tl.where(row + HALF_M < filled, k, 0)
-            for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
-                w_tile = _as_tile(_load_box(w, expert, col, k0, n, k, method.K_MAJOR), method.K_MAJOR)
-                a_upper = a.load([row, k0])
-                a_lower = a.load([row + HALF_M, k0])
-                left, right, lower = add_step_by_halves(left, right, lower, a_upper, a_lower, w_tile)
-            upper = joined(left, right)
-            for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
-                box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
-                a_tile = a.load([row, k0])
-                upper = add_step(upper, a_tile, _as_tile(box, method.K_MAJOR), False, method.PROMOTE)
-            parts = (upper, lower)
-        else:
-            rows = row + offs_m
-            terms = k
-            if segments.TABLE and tile.BLOCK_M < 128:
-                terms = tl.where(row < filled, k, 0)
-            if method.SWAP:
-                acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
+    if method.SPLIT:
+        tl.static_assert(segments.TABLE)
+        fixed, most = turns_of(num_tiles, 3)
+        number = tl.program_id(0)
+        for turn in tl.range(0, most, num_stages=tile.STAGES):
+            if number < num_tiles:
+                ticket = ask(segments.taken_ptr, turn, fixed, most)
+                place = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
+                sums = _sums_by_halves(a, w, place, n, k, method, tile)
+                expert, row, end, _, tile_n = place
+                for part in tl.static_range(2):
+                    first = row + part * (tile.BLOCK_M // 2)
+                    _store(out, sums[part], factors, by_rows, expert, first, end, tile_n * tile.BLOCK_N, n)
+                number = following(number, ticket, turn, fixed)
+    else:
+        for number in tl.range(
+            tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES
+        ):
+            if segments.TABLE:
+                place = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
             else:
-                acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
-            if method.TMA:
-                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)
-                    a_tile = a.load([row, k0])
-                    acc = add_step(acc, a_tile, _as_tile(box, method.K_MAJOR), method.SWAP, method.PROMOTE)
-            else:
-                a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
-                w_ptr = w + expert.to(tl.int64) * n * k
-                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
-                    in_k = k0 + offs_k < k
-                    a_tile = tl.load(a_ptrs + k0, mask=(rows < end)[:, None] & in_k[None, :], other=0.0)
-                    if method.K_MAJOR:
-                        w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
-                        w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
-                    else:
-                        w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
-                        w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
-                    acc = add_step(acc, a_tile, w_tile, method.SWAP, method.PROMOTE)
-            if method.SWAP:
-                acc = acc.T
-            parts = (acc,)
-        for part in tl.static_range(2 if method.SPLIT else 1):
-            rows = row + part * HALF_M + tl.arange(0, parts[part].shape[0])
-            in_m = rows < end
-            result = _finish(parts[part], factors, rows, in_m, cols, in_n, expert, n)
-            if by_rows.BOX_STORES:
-                left, right = halves(result.to(tl.bfloat16), result.shape[0], tile.BLOCK_N)
-                out.store([row + part * HALF_M, col], left)
-                out.store([row + part * HALF_M, col + tile.BLOCK_N // 2], right)
-            else:
-                out_ptrs = by_rows.out_ptr + rows.to(tl.int64)[:, None] * by_rows.stride_om + cols[None, :]
-                tl.store(out_ptrs, result.to(by_rows.out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+                place = segment_tile(starts, sizes, tiles, after, number, tiles_n, tile.BLOCK_M, tile.BAND)
+            acc = _sum(a, w, place, n, k, segments.TABLE, method, tile)
+            expert, row, end, _, tile_n = place
+            _store(out, acc, factors, by_rows, expert, row, end, tile_n * tile.BLOCK_N, n)
     if by_rows.ZERO_REST:
         _zero_rest(by_rows, segments, n, tile.BLOCK_N)

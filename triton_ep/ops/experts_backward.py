@@ -120,6 +120,7 @@ def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], o
         pre_ptr=pre,
         weights_ptr=tiles if weights is None else weights,
         tiles_ptr=tiles,
+        taken_ptr=tiles.new_zeros(1) if tile.split else tiles,
         dpre_ptr=dpre,
         act_ptr=act,
         shares_ptr=tiles if weights is None else shares,

@@ -1,0 +1,79 @@
+"""Which program of a product computes which tile, where tiles take unequal times.
+
+A tile whose lower half is padding takes about half as long as others. If every program took every num_programs-th tile,
+the busiest would have 2 to 9 % more to do than the mean: bands of 8 records (device/tiles.py) give the last record of
+each band to the same programs. So only some of the tiles have a fixed program. A program that has computed its share
+asks for one tile of the rest after the other, in order, until none is left.
+
+Asking is an atomic, whose answer a program reads after it has computed a tile. With three quarters of the tiles fixed,
+few tiles wait for an answer: if all were asked for, products of 2048 terms took 1 to 5 % longer. `down_dgrad`, whose
+registers have no room for the bounds, asks for all.
+
+If up to half of the programs would have one tile more than the others, each of the last tiles is two units, its upper
+and its lower half of rows, for two programs. Which program computes a tile changes no bit of it.
+
+The loop over tiles is counted, because Triton lets stores in boxes run during the next tile in counted loops only. A
+program leaves after `most` turns, which are more than a fair share; whichever programs run first, all of them together
+have turns for twice the rest, so every unit is computed. A program never asks for a unit that it has no turn for.
+"""
+
+import triton
+import triton.language as tl
+
+from .products import table_tile
+
+_THREADS = tl.constexpr(128)
+"""Threads of a program that shares tiles. With one element each, the answer of an atomic stays in a register."""
+
+
+@triton.jit
+def turns_of(units, QUARTERS: tl.constexpr):
+    """(fixed, most): turns after each of which a program's next unit is fixed, too; the most turns that it takes.
+
+    QUARTERS: how many quarters of the units are fixed.
+    """
+    programs = tl.num_programs(0)
+    fixed = units // programs * QUARTERS // 4
+    return fixed, fixed + 2 * (tl.cdiv(units, programs) - fixed)
+
+
+@triton.jit
+def ask(taken_ptr, turn, fixed, most):
+    """Ask for the unit after that of `turn`: a ticket for `following`. taken_ptr: [1] int32, zero at the launch."""
+    thread = tl.arange(0, _THREADS)
+    asks = (thread == 0) & (turn >= fixed) & (turn + 1 < most)
+    return tl.atomic_add(taken_ptr + thread * 0, 1, mask=asks, sem="relaxed")
+
+
+@triton.jit
+def following(unit, ticket, turn, fixed):
+    """The unit of this program after `unit`, which it has computed in `turn`; past the last if there is none."""
+    if turn < fixed:
+        unit += tl.num_programs(0)
+    else:
+        taken = tl.sum(tl.where(tl.arange(0, _THREADS) == 0, ticket, 0))
+        unit = (fixed + 1) * tl.num_programs(0) + taken
+    return unit
+
+
+@triton.jit
+def whole_tiles(num_tiles):
+    """Number of tiles that are one unit; the others are two."""
+    programs = tl.num_programs(0)
+    rest = num_tiles % programs
+    return tl.where(2 * rest <= programs, num_tiles - rest, num_tiles)
+
+
+@triton.jit
+def unit_tile(tiles_ptr, unit, whole, tiles_n, BLOCK_M: tl.constexpr):
+    """The same as `table_tile` for a unit, where the first `whole` tiles are one unit each.
+
+    For an upper half no row from the lower half on is in use; a lower half begins at its first row.
+    """
+    HALF_M: tl.constexpr = BLOCK_M // 2
+    past = tl.maximum(unit - whole, 0)
+    expert, row, end, filled, tile_n = table_tile(tiles_ptr, unit - past + past // 2, tiles_n, BLOCK_M)
+    upper = (unit >= whole) & (past % 2 == 0)
+    row += past % 2 * HALF_M
+    end = tl.where(upper, tl.minimum(end, row + HALF_M), end)
+    return expert, row, end, tl.minimum(filled, end), tile_n
