@@ -31,7 +31,7 @@ from ..device.tiles import TILE_ROWS, rows_of_tile, tiles_in_table
 from ..spec import ep_kernel
 from .activation import Activation, activation_gradients
 from .products import add_step, halves, table_tile, table_tiles
-from .turns import ask, following, turns_of, unit_tile, whole_tiles
+from .turns import answer, ask, unit_tile, whole_tiles
 
 
 @triton.jit
@@ -295,18 +295,16 @@ def down_dgrad_kernel(
     if method.SPLIT:
         whole = whole_tiles(num_tiles)
         units = 2 * num_tiles - whole
-        fixed, most = turns_of(units, 0)
         unit = tl.program_id(0)
-        for turn in tl.range(0, most):
-            if unit < units:
-                expert, row, end, filled, tile_n = unit_tile(tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
-                place = Place(expert, row, end, filled, tile_n)
-                sums = _sums_by_halves(dy, w, place, sizes.hidden, method, tile)
-                ticket = ask(taken_ptr, turn, fixed, most)
-                for part in tl.static_range(2):
-                    place = Place(expert, row + part * (tile.BLOCK_M // 2), end, filled, tile_n)
-                    _finish_tile(sums[part], factors, of_rows, sizes, place, activation, tile.LEVELS)
-                unit = following(unit, ticket, turn, fixed)
+        while unit < units:
+            expert, row, end, filled, tile_n = unit_tile(tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
+            place = Place(expert, row, end, filled, tile_n)
+            sums = _sums_by_halves(dy, w, place, sizes.hidden, method, tile)
+            ticket = ask(taken_ptr, True)
+            for part in tl.static_range(2):
+                place = Place(expert, row + part * (tile.BLOCK_M // 2), end, filled, tile_n)
+                _finish_tile(sums[part], factors, of_rows, sizes, place, activation, tile.LEVELS)
+            unit = tl.num_programs(0) + answer(ticket)
     else:
         for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN):
             expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)

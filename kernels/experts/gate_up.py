@@ -38,7 +38,7 @@ from .products import (
     table_tile,
     table_tiles,
 )
-from .turns import ask, following, turns_of, unit_tile, whole_tiles
+from .turns import ask_in_turn, following, turns_of, unit_tile, whole_tiles
 
 _BF16 = tl.constexpr(ACT_OUT_BF16)
 _MX = tl.constexpr(ACT_OUT_MX)
@@ -277,11 +277,11 @@ def gate_up_kernel(
         tl.static_assert(segments.TABLE)
         whole = whole_tiles(num_tiles)
         units = 2 * num_tiles - whole
-        fixed, most = turns_of(units, 3)
+        fixed, most = turns_of(units)
         unit = tl.program_id(0)
         for turn in tl.range(0, most, num_stages=tile.STAGES):
             if unit < units:
-                ticket = ask(segments.taken_ptr, turn, fixed, most)
+                ticket = ask_in_turn(segments.taken_ptr, turn, fixed, most)
                 place = unit_tile(segments.tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
                 sums = _sums_by_halves(x, w, place, k, method, activation, tile)
                 expert, row, end, _, tile_n = place

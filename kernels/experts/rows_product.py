@@ -37,7 +37,7 @@ from .products import (
     table_tile,
     table_tiles,
 )
-from .turns import ask, following, turns_of
+from .turns import ask_in_turn, following, turns_of
 
 
 @triton.jit
@@ -240,11 +240,11 @@ def rows_product_kernel(
         num_tiles = tl.sum(tiles)
     if method.SPLIT:
         tl.static_assert(segments.TABLE)
-        fixed, most = turns_of(num_tiles, 3)
+        fixed, most = turns_of(num_tiles)
         number = tl.program_id(0)
         for turn in tl.range(0, most, num_stages=tile.STAGES):
             if number < num_tiles:
-                ticket = ask(segments.taken_ptr, turn, fixed, most)
+                ticket = ask_in_turn(segments.taken_ptr, turn, fixed, most)
                 place = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
                 sums = _sums_by_halves(a, w, place, n, k, method, tile)
                 expert, row, end, _, tile_n = place

@@ -7,14 +7,15 @@ asks for one tile of the rest after the other, in order, until none is left.
 
 Asking is an atomic, whose answer a program reads after it has computed a tile. With three quarters of the tiles fixed,
 few tiles wait for an answer: if all were asked for, products of 2048 terms took 1 to 5 % longer. `down_dgrad`, whose
-registers have no room for the bounds, asks for all.
+registers have no room for counts of turns, asks for every unit but the first.
 
 If up to half of the programs would have one tile more than the others, each of the last tiles is two units, its upper
 and its lower half of rows, for two programs. Which program computes a tile changes no bit of it.
 
-The loop over tiles is counted, because Triton lets stores in boxes run during the next tile in counted loops only. A
-program leaves after `most` turns, which are more than a fair share; whichever programs run first, all of them together
-have turns for twice the rest, so every unit is computed. A program never asks for a unit that it has no turn for.
+Where tiles are stored in boxes, the loop over them is counted, because Triton lets these stores run during the next
+tile in counted loops only. A program leaves such a loop after `most` turns, which are more than a fair share; whichever
+programs run first, all of them together have turns for twice the rest, so every unit is computed. A program never asks
+for a unit that it has no turn for.
 """
 
 import triton
@@ -27,22 +28,30 @@ _THREADS = tl.constexpr(128)
 
 
 @triton.jit
-def turns_of(units, QUARTERS: tl.constexpr):
-    """(fixed, most): turns after each of which a program's next unit is fixed, too; the most turns that it takes.
-
-    QUARTERS: how many quarters of the units are fixed.
-    """
+def turns_of(units):
+    """(fixed, most): turns after each of which a program's next unit is fixed, too; the most turns that it takes."""
     programs = tl.num_programs(0)
-    fixed = units // programs * QUARTERS // 4
+    fixed = units // programs * 3 // 4
     return fixed, fixed + 2 * (tl.cdiv(units, programs) - fixed)
 
 
 @triton.jit
-def ask(taken_ptr, turn, fixed, most):
-    """Ask for the unit after that of `turn`: a ticket for `following`. taken_ptr: [1] int32, zero at the launch."""
+def ask(taken_ptr, asks):
+    """Ask for a unit if `asks`: a ticket for `answer`. taken_ptr: [1] int32, zero at the launch."""
     thread = tl.arange(0, _THREADS)
-    asks = (thread == 0) & (turn >= fixed) & (turn + 1 < most)
-    return tl.atomic_add(taken_ptr + thread * 0, 1, mask=asks, sem="relaxed")
+    return tl.atomic_add(taken_ptr + thread * 0, 1, mask=(thread == 0) & asks, sem="relaxed")
+
+
+@triton.jit
+def answer(ticket):
+    """Number of units for which programs had asked before."""
+    return tl.sum(tl.where(tl.arange(0, _THREADS) == 0, ticket, 0))
+
+
+@triton.jit
+def ask_in_turn(taken_ptr, turn, fixed, most):
+    """Ask for the unit after that of `turn`, unless it is fixed or has no turn: a ticket for `following`."""
+    return ask(taken_ptr, (turn >= fixed) & (turn + 1 < most))
 
 
 @triton.jit
@@ -51,8 +60,7 @@ def following(unit, ticket, turn, fixed):
     if turn < fixed:
         unit += tl.num_programs(0)
     else:
-        taken = tl.sum(tl.where(tl.arange(0, _THREADS) == 0, ticket, 0))
-        unit = (fixed + 1) * tl.num_programs(0) + taken
+        unit = (fixed + 1) * tl.num_programs(0) + answer(ticket)
     return unit
 
 

@@ -10,36 +10,35 @@ from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides
 
 # isort: split
 from triton_ep.kernels.experts.products import table_tiles
-from triton_ep.kernels.experts.turns import ask, following, turns_of, unit_tile, whole_tiles
+from triton_ep.kernels.experts.turns import ask_in_turn, following, turns_of, unit_tile, whole_tiles
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
 
 @triton.jit
-def _share(taken_ptr, computed_ptr, turns_ptr, units, QUARTERS: tl.constexpr):
+def _share(taken_ptr, computed_ptr, turns_ptr, units):
     """computed: how often each unit was computed. turns: of each program, those in which it computed one."""
-    fixed, most = turns_of(units, QUARTERS)
+    fixed, most = turns_of(units)
     unit = tl.program_id(0)
     for turn in tl.range(0, most):
         if unit < units:
-            ticket = ask(taken_ptr, turn, fixed, most)
+            ticket = ask_in_turn(taken_ptr, turn, fixed, most)
             tl.atomic_add(computed_ptr + unit, 1, sem="relaxed")
             tl.atomic_add(turns_ptr + tl.program_id(0), 1, sem="relaxed")
             unit = following(unit, ticket, turn, fixed)
 
 
-@pytest.mark.parametrize("quarters", [0, 3])
 @pytest.mark.parametrize("programs", [1, 2, 3, 8])
 @pytest.mark.parametrize("units", [0, 1, 2, 7, 8, 9, 31, 64, 101])
-def test_each_unit_is_computed_once(units: int, programs: int, quarters: int) -> None:
+def test_each_unit_is_computed_once(units: int, programs: int) -> None:
     """Also if programs run one after the other, as in the interpreter, where the first ones take all that they can."""
     taken = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     computed = torch.zeros(128, dtype=torch.int32, device=DEVICE)
     turns = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
-    _share[(programs,)](taken, computed, turns, units, quarters, num_warps=4)
+    _share[(programs,)](taken, computed, turns, units, num_warps=4)
     assert computed[:units].eq(1).all() and computed[units:].eq(0).all()
     per_program = -(-units // programs)
-    fixed = units // programs * quarters // 4
+    fixed = units // programs * 3 // 4
     assert int(turns.sum()) == units
     assert int(turns.min()) >= fixed and int(turns.max()) <= 2 * per_program - fixed
 
@@ -50,7 +49,7 @@ def test_a_free_program_takes_what_others_would_have() -> None:
         pytest.skip("which program is free depends on time")
     turns = torch.zeros(4, dtype=torch.int32)
     zeros = torch.zeros(64, dtype=torch.int32)
-    _share[(4,)](zeros[:1].clone(), zeros, turns, 64, 3, num_warps=4)
+    _share[(4,)](zeros[:1].clone(), zeros, turns, 64, num_warps=4)
     assert turns.tolist() == [20, 18, 13, 13]
 
 
