@@ -1,4 +1,4 @@
-"""Kernels of a combine that runs next to products fit on a multiprocessor that holds all products it can."""
+"""Kernels that run next to products fit on a multiprocessor that holds all products it can."""
 
 import re
 import subprocess
@@ -8,7 +8,13 @@ from triton_ep.runtime.library import Entry, Library
 from triton_ep.runtime.plans.residency import Program, per_multiprocessor
 
 ARCH = "sm_90"
-KERNELS = {"combine_enter_kernel", "combine_reduce_kernel", "combine_pull_kernel", "dequantize_rows_in_use_kernel"}
+KERNELS = {
+    "combine_enter_kernel",
+    "combine_reduce_kernel",
+    "combine_pull_kernel",
+    "dequantize_rows_in_use_kernel",
+    "expand_arrivals_kernel",
+}
 
 
 def _program(built: Built, entry: Entry) -> Program:

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.grouped import DEVICE
 from triton_ep.errors import InputError
-from triton_ep.ops.arrivals import expand_arrivals
+from triton_ep.ops.arrivals import expand_arrivals, expand_arrivals_beside
 from triton_ep.reference import experts as oracle
 
 
@@ -46,6 +46,8 @@ def test_rows_are_those_of_the_dispatch(
     assert torch.equal(out[:end], want)
     for columns in (slice(0, 16), slice(hidden // 2, None)):
         some = expand_arrivals(arrived, copies, counts, 1, offs, filled, end + 5, columns)
+        assert torch.equal(some[:end], want[:, columns])
+        some = expand_arrivals_beside(arrived, copies, counts, 1, offs, filled, end + 5, columns, None)
         assert torch.equal(some[:end], want[:, columns])
 
 

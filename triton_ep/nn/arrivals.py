@@ -16,10 +16,12 @@ from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.kernels.device.codes import REPORT_ARRIVALS, REPORT_WORDS
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.arrivals import expand_arrivals
+from triton_ep.ops.arrivals import expand_arrivals, expand_arrivals_beside
 
 _COPIES = 2
 """Least number of rows per staging row at which keeping staging rows is worth the copy and the second expansion."""
+_Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, int]
+"""The first arguments of `expand_arrivals`, up to num_rows."""
 
 
 class Arrived(NamedTuple):
@@ -35,9 +37,18 @@ class Arrived(NamedTuple):
 
     def expand(self, desc: EPAllToAllLayoutDesc, columns: slice) -> torch.Tensor:
         """[R, W] bf16: these columns of the rows of this dispatch, bit for bit, except rows past the last segment."""
+        return expand_arrivals(*self._operands(desc), columns)
+
+    def expand_beside(
+        self, desc: EPAllToAllLayoutDesc, columns: slice, stream: torch.cuda.Stream | None
+    ) -> torch.Tensor:
+        """The same on a stream, next to products (`expand_arrivals_beside`)."""
+        return expand_arrivals_beside(*self._operands(desc), columns, stream)
+
+    def _operands(self, desc: EPAllToAllLayoutDesc) -> _Operands:
         copies = desc.skipped_token_topk_mapping_indices
         assert copies is not None, "kept with local combine only"
-        return expand_arrivals(
+        return (
             self.rows,
             copies,
             desc.report,
@@ -45,7 +56,6 @@ class Arrived(NamedTuple):
             desc.expert_offsets,
             desc.num_recv_tokens_per_expert,
             desc.num_recv_rows,
-            columns,
         )
 
 

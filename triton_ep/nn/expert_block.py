@@ -195,7 +195,8 @@ class ExpertBlock:
         """As `differentiate`, for gradients that a dispatch delivered."""
         filled, rows = desc.num_recv_tokens_per_expert, saved["rows"]
         if isinstance(rows, Arrived):
-            saved["rows"] = _Columns(rows.rows.shape[1], True, partial(rows.expand, desc), None)
+            width, beside = rows.rows.shape[1], partial(rows.expand_beside, desc)
+            saved["rows"] = _Columns(width, True, partial(rows.expand, desc), beside)
         return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
     @without_grad
@@ -396,7 +397,7 @@ class _Columns(NamedTuple):
         width: number of columns.
         made: they are made when they are asked for; otherwise they exist, and `values` takes no memory.
         values: returns the given columns.
-        beside: makes them on a stream, next to products (`dequantize_rows_beside`); None: that is not possible.
+        beside: makes them on a stream, next to products, as `dequantize_rows_beside` does; None: that is not possible.
     """
 
     width: int

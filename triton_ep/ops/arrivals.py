@@ -11,24 +11,17 @@ from triton_ep.runtime import launch as runtime  # before the kernels: decides w
 from triton_ep.runtime.plans import experts_backward as plans
 
 
-@library.op(
-    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows, int first, "
-    "int width) -> Tensor",
-    lambda arrived, copies, counts, at, offs, filled, num_rows, first, width: arrived.new_empty(num_rows, width),
-)
-def _expand_arrivals(
+def _launch(
+    out: torch.Tensor,
     arrived: torch.Tensor,
     copies: torch.Tensor,
     counts: torch.Tensor,
     at: int,
     offs: torch.Tensor,
     filled: torch.Tensor,
-    num_rows: int,
     first: int,
-    width: int,
-) -> torch.Tensor:
-    (num_arrivals, hidden), experts = arrived.shape, offs.shape[0] - 1
-    out = arrived.new_empty(num_rows, width)
+) -> None:
+    (num_arrivals, hidden), experts, width = arrived.shape, offs.shape[0] - 1, out.shape[1]
     plan = plans.expand_arrivals(width, runtime.INTERPRETING)
     runtime.launch(
         plan,
@@ -46,6 +39,26 @@ def _expand_arrivals(
         first=first,
         width=width,
     )
+
+
+@library.op(
+    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows, int first, "
+    "int width) -> Tensor",
+    lambda arrived, copies, counts, at, offs, filled, num_rows, first, width: arrived.new_empty(num_rows, width),
+)
+def _expand_arrivals(
+    arrived: torch.Tensor,
+    copies: torch.Tensor,
+    counts: torch.Tensor,
+    at: int,
+    offs: torch.Tensor,
+    filled: torch.Tensor,
+    num_rows: int,
+    first: int,
+    width: int,
+) -> torch.Tensor:
+    out = arrived.new_empty(num_rows, width)
+    _launch(out, arrived, copies, counts, at, offs, filled, first)
     return out
 
 
@@ -95,3 +108,28 @@ def expand_arrivals(
     given = (arrived, copies, counts, at, offs.contiguous(), filled, num_rows, first, end - first)
     found: torch.Tensor = _expand_arrivals(*given)
     return found
+
+
+def expand_arrivals_beside(
+    arrived: torch.Tensor,
+    copies: torch.Tensor,
+    counts: torch.Tensor,
+    at: int,
+    offs: torch.Tensor,
+    filled: torch.Tensor,
+    num_rows: int,
+    columns: slice,
+    stream: torch.cuda.Stream | None,
+) -> torch.Tensor:
+    """`expand_arrivals` of operands that are known to fit, on another stream, by programs that fit next to those of
+    gradients of weights.
+
+    The result has memory of the current stream, which must wait for that stream before it uses or frees it.
+
+    stream: None = the current one.
+    """
+    first, end, _ = columns.indices(arrived.shape[1])
+    out = arrived.new_empty(num_rows, end - first)
+    with torch.cuda.stream(stream):
+        _launch(out, arrived, copies, counts, at, offs, filled, first)
+    return out

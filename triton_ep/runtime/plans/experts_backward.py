@@ -111,9 +111,9 @@ def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
 
 @functools.cache
 def expand_arrivals(hidden: int, interpreted: bool) -> Plan:
-    """Copy arrived rows to the rows of their assignments."""
+    """Copy arrived rows to the rows of their assignments; also next to products (`BESIDE_PRODUCTS` in exchange.py)."""
     shares, block = (1, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, ARRIVAL_COLUMNS)
-    return Plan("expand_arrivals_kernel", {"SHARES": shares, "BLOCK_H": block})
+    return Plan("expand_arrivals_kernel", {"SHARES": shares, "BLOCK_H": block}, side_by_side=True)
 
 
 # --- requests for an ahead-of-time library ----------------------------------------------------------------------
@@ -156,7 +156,8 @@ def experts_backward(
             types = {"weights_ptr": "*fp32" if weighted else "*bf16"}
             found.append(_request(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
     if "bf16" in arithmetic:
-        found.append(_request(expand_arrivals(1024, interpreted=False), {}, ("hidden", "first", "width")))
+        sizes = dict.fromkeys(("hidden", "first", "width"), 16)
+        found.append(KernelRequest.of(expand_arrivals(1024, interpreted=False), {}, sizes))
     for mx in (False, True):
         for offs in (False, True):
             types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}
