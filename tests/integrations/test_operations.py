@@ -20,7 +20,7 @@ from tests.layer.test_host_calls import functions_of
 from triton_ep import distributed as ep_distributed
 from triton_ep.distributed import current_heap
 from triton_ep.integrations import megatron
-from triton_ep.integrations.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from triton_ep.integrations.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, release
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.runtime import launch
 
@@ -264,6 +264,11 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
     )
 
 
+def _released(rank: int, nodes: int, ranks_per_node: int, check: Callable[..., None]) -> None:
+    check(rank, nodes, ranks_per_node)
+    release(dist.group.WORLD)
+
+
 @pytest.mark.plain
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.on_gpus)])
 @pytest.mark.parametrize("check", [_check_compact_rows, _check_expert_major_rows, _check_low_latency])
@@ -271,4 +276,4 @@ def test_doors_run_no_more_operations(
     check: Callable[..., None], nodes: int, ranks_per_node: int, run_ranks: Callable[..., list[Any]]
 ) -> None:
     """Rows by rank, rows by expert, low latency."""
-    run_ranks(check, nodes, ranks_per_node)
+    run_ranks(_released, nodes, ranks_per_node, check)

@@ -484,6 +484,7 @@ class LowLatency(Calls):
 
 def _run(rank: int, nodes: int, ranks_per_node: int, kind: Callable[..., Calls], seed: int) -> None:
     kind(rank, nodes, ranks_per_node, seed).run()
+    door.release(dist.group.WORLD)  # layers of buffers that no test destroys
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
