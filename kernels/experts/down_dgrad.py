@@ -7,7 +7,7 @@ Protocol      down_dgrad: dact = dy @ w2 over segments is the gradient of the we
               gradient of the row's weight. row_weight_gradient adds the shares in the order of tiles, and the
               contribution of the second product's bias.
               Programs are persistent; each takes every num_programs-th tile: records of the table times columns; with
-              SPLIT they share the last tiles (turns.py).
+              SPLIT they share tiles (turns.py).
               FP8: both operands have one scale per row, so no scale is inside the sum; PROMOTE adds the products of
               every step in float32, outside of the tensor core, which accumulates with fewer bits.
 Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which clip boxes at H and F, so
@@ -102,7 +102,7 @@ class Method(NamedTuple):
     Attributes:
         PROMOTE: as in `add_step`.
         K_MAJOR: weights are [E, F, H], else [E, H, F].
-        SPLIT: compute a tile as two halves of its rows; programs share the last tiles.
+        SPLIT: compute a tile as two halves of its rows; programs share tiles.
         FLATTEN: the loads of the next tile begin before this one is stored.
     """
 

@@ -3,7 +3,7 @@
 Protocol      pre[r] = x[r] @ w[expert of r]^T (+ bias), act[r] = activation(pre[r]) * row_weights[r]. Gated, the
               weights of an expert are F rows of gate, then F rows of up; a tile has BLOCK_N columns of each, computed
               as one product of 2 * BLOCK_N columns. Programs are persistent; each takes every num_programs-th tile of
-              the table, or of the segments; with SPLIT they share the last tiles (turns.py). Sums are float32. OUT: the
+              the table, or of the segments; with SPLIT they share tiles (turns.py). Sums are float32. OUT: the
               activation as bf16, or quantised from float32 to MXFP8 (RCEIL along the row), or that MXFP8 as bf16. Rows
               past the last segment have no tiles.
 Layout        x [R, K] and w [E, F or 2F, K], contiguous, bf16, or (SCALED) e4m3 with float32 scales [R] and
@@ -38,7 +38,7 @@ from .products import (
     table_tile,
     table_tiles,
 )
-from .turns import ask_in_turn, following, turns_of, unit_tile, whole_tiles
+from .turns import answer, ask, unit_tile, whole_tiles
 
 _BF16 = tl.constexpr(ACT_OUT_BF16)
 _MX = tl.constexpr(ACT_OUT_MX)
@@ -165,7 +165,7 @@ class Method(NamedTuple):
         TMA: operands are read through descriptors.
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share the last tiles.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share tiles.
     """
 
     TMA: tl.constexpr
@@ -277,18 +277,16 @@ def gate_up_kernel(
         tl.static_assert(segments.TABLE)
         whole = whole_tiles(num_tiles)
         units = 2 * num_tiles - whole
-        fixed, most = turns_of(units)
         unit = tl.program_id(0)
-        for turn in tl.range(0, most, num_stages=tile.STAGES):
-            if unit < units:
-                ticket = ask_in_turn(segments.taken_ptr, turn, fixed, most)
-                place = unit_tile(segments.tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
-                sums = _sums_by_halves(x, w, place, k, method, activation, tile)
-                expert, row, end, _, tile_n = place
-                for part in tl.static_range(2):
-                    first = row + part * (tile.BLOCK_M // 2)
-                    _finish(sums[part], factors, into, expert, first, end, tile_n * tile.BLOCK_N, f, activation)
-                unit = following(unit, ticket, turn, fixed)
+        while unit < units:
+            place = unit_tile(segments.tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)
+            sums = _sums_by_halves(x, w, place, k, method, activation, tile)
+            ticket = ask(segments.taken_ptr, True)
+            expert, row, end, _, tile_n = place
+            for part in tl.static_range(2):
+                first = row + part * (tile.BLOCK_M // 2)
+                _finish(sums[part], factors, into, expert, first, end, tile_n * tile.BLOCK_N, f, activation)
+            unit = tl.num_programs(0) + answer(ticket)
     else:
         for number in tl.range(
             tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES

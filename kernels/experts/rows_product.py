@@ -1,7 +1,7 @@
 """Second product of the experts, and gradients of rows: rows in segments, one matrix per segment.
 
 Protocol      out[r] = a[r] @ w[expert of r]^T (+ bias, times row_weights[r]). Programs are persistent; each takes
-              every num_programs-th tile of the tile table, or of the segments; with SPLIT they share the last tiles
+              every num_programs-th tile of the tile table, or of the segments; with SPLIT they share tiles
               (turns.py). Sums are float32; results have the dtype of `out`. Rows past the last segment have no tiles;
               they are not written, or (ZERO_REST) zeroed.
 Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED, which needs
@@ -112,7 +112,7 @@ class Method(NamedTuple):
         K_MAJOR: weights are [E, N, K], else [E, K, N].
         PROMOTE, SWAP: as in `add_step`.
         FLATTEN: the loads of the next tile begin before this one is stored.
-        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share the last tiles.
+        SPLIT: compute a tile as two halves of its rows, with PROMOTE only; programs share tiles.
     """
 
     TMA: tl.constexpr

@@ -2,20 +2,16 @@
 
 A tile whose lower half is padding takes about half as long as others. If every program took every num_programs-th tile,
 the busiest would have 2 to 9 % more to do than the mean: bands of 8 records (device/tiles.py) give the last record of
-each band to the same programs. So only some of the tiles have a fixed program. A program that has computed its share
-asks for one tile of the rest after the other, in order, until none is left.
-
-Asking is an atomic, whose answer a program reads after it has computed a tile. With three quarters of the tiles fixed,
-few tiles wait for an answer: if all were asked for, products of 2048 terms took 1 to 5 % longer. `down_dgrad`, whose
-registers have no room for counts of turns, asks for every unit but the first.
+each band to the same programs. So a program that has computed its first tile asks for one of the rest after the other,
+in order, until none is left. Asking is an atomic, whose answer the program reads after it has stored a tile.
 
 If up to half of the programs would have one tile more than the others, each of the last tiles is two units, its upper
 and its lower half of rows, for two programs. Which program computes a tile changes no bit of it.
 
-Where tiles are stored in boxes, the loop over them is counted, because Triton lets these stores run during the next
-tile in counted loops only. A program leaves such a loop after `most` turns, which are more than a fair share; whichever
-programs run first, all of them together have turns for twice the rest, so every unit is computed. A program never asks
-for a unit that it has no turn for.
+`rows_product` asks for the last quarter of its tiles only: products of 2048 terms took 1 to 5 % longer if all were
+asked for. And it stores in boxes, which Triton lets run during the next tile in counted loops only. A program leaves
+this loop after `most` turns, which are more than a fair share; whichever programs run first, all of them together have
+turns for twice the rest, so every tile is computed. A program never asks for a tile that it has no turn for.
 """
 
 import triton
@@ -28,40 +24,40 @@ _THREADS = tl.constexpr(128)
 
 
 @triton.jit
-def turns_of(units):
-    """(fixed, most): turns after each of which a program's next unit is fixed, too; the most turns that it takes."""
+def turns_of(tiles):
+    """(fixed, most): turns after each of which a program's next tile is fixed, too; the most turns that it takes."""
     programs = tl.num_programs(0)
-    fixed = units // programs * 3 // 4
-    return fixed, fixed + 2 * (tl.cdiv(units, programs) - fixed)
+    fixed = tiles // programs * 3 // 4
+    return fixed, fixed + 2 * (tl.cdiv(tiles, programs) - fixed)
 
 
 @triton.jit
 def ask(taken_ptr, asks):
-    """Ask for a unit if `asks`: a ticket for `answer`. taken_ptr: [1] int32, zero at the launch."""
+    """Ask for a tile if `asks`: a ticket for `answer`. taken_ptr: [1] int32, zero at the launch."""
     thread = tl.arange(0, _THREADS)
     return tl.atomic_add(taken_ptr + thread * 0, 1, mask=(thread == 0) & asks, sem="relaxed")
 
 
 @triton.jit
 def answer(ticket):
-    """Number of units for which programs had asked before."""
+    """Number of tiles for which programs had asked before."""
     return tl.sum(tl.where(tl.arange(0, _THREADS) == 0, ticket, 0))
 
 
 @triton.jit
 def ask_in_turn(taken_ptr, turn, fixed, most):
-    """Ask for the unit after that of `turn`, unless it is fixed or has no turn: a ticket for `following`."""
+    """Ask for the tile after that of `turn`, unless it is fixed or has no turn: a ticket for `following`."""
     return ask(taken_ptr, (turn >= fixed) & (turn + 1 < most))
 
 
 @triton.jit
-def following(unit, ticket, turn, fixed):
-    """The unit of this program after `unit`, which it has computed in `turn`; past the last if there is none."""
+def following(tile, ticket, turn, fixed):
+    """The tile of this program after `tile`, which it has computed in `turn`; past the last if there is none."""
     if turn < fixed:
-        unit += tl.num_programs(0)
+        tile += tl.num_programs(0)
     else:
-        unit = (fixed + 1) * tl.num_programs(0) + answer(ticket)
-    return unit
+        tile = (fixed + 1) * tl.num_programs(0) + answer(ticket)
+    return tile
 
 
 @triton.jit

@@ -10,47 +10,59 @@ from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides
 
 # isort: split
 from triton_ep.kernels.experts.products import table_tiles
-from triton_ep.kernels.experts.turns import ask_in_turn, following, turns_of, unit_tile, whole_tiles
+from triton_ep.kernels.experts.turns import answer, ask, ask_in_turn, following, turns_of, unit_tile, whole_tiles
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
 
 @triton.jit
-def _share(taken_ptr, computed_ptr, turns_ptr, units):
-    """computed: how often each unit was computed. turns: of each program, those in which it computed one."""
-    fixed, most = turns_of(units)
-    unit = tl.program_id(0)
-    for turn in tl.range(0, most):
-        if unit < units:
-            ticket = ask_in_turn(taken_ptr, turn, fixed, most)
-            tl.atomic_add(computed_ptr + unit, 1, sem="relaxed")
-            tl.atomic_add(turns_ptr + tl.program_id(0), 1, sem="relaxed")
-            unit = following(unit, ticket, turn, fixed)
+def _compute(computed_ptr, turns_ptr, tile):
+    tl.atomic_add(computed_ptr + tile, 1, sem="relaxed")
+    tl.atomic_add(turns_ptr + tl.program_id(0), 1, sem="relaxed")
 
 
+@triton.jit
+def _share(taken_ptr, computed_ptr, turns_ptr, tiles, COUNTED: tl.constexpr):
+    """computed: how often each tile was computed. turns: how many tiles each program computed."""
+    tile = tl.program_id(0)
+    if COUNTED:
+        fixed, most = turns_of(tiles)
+        for turn in tl.range(0, most):
+            if tile < tiles:
+                ticket = ask_in_turn(taken_ptr, turn, fixed, most)
+                _compute(computed_ptr, turns_ptr, tile)
+                tile = following(tile, ticket, turn, fixed)
+    else:
+        while tile < tiles:
+            _compute(computed_ptr, turns_ptr, tile)
+            tile = tl.num_programs(0) + answer(ask(taken_ptr, True))
+
+
+def _shared(tiles: int, programs: int, counted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    taken, computed, turns = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, 128, programs))
+    _share[(programs,)](taken, computed, turns, tiles, counted, num_warps=4)
+    return computed, turns
+
+
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("programs", [1, 2, 3, 8])
-@pytest.mark.parametrize("units", [0, 1, 2, 7, 8, 9, 31, 64, 101])
-def test_each_unit_is_computed_once(units: int, programs: int) -> None:
+@pytest.mark.parametrize("tiles", [0, 1, 2, 7, 8, 9, 31, 64, 101])
+def test_each_tile_is_computed_once(tiles: int, programs: int, counted: bool) -> None:
     """Also if programs run one after the other, as in the interpreter, where the first ones take all that they can."""
-    taken = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    computed = torch.zeros(128, dtype=torch.int32, device=DEVICE)
-    turns = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
-    _share[(programs,)](taken, computed, turns, units, num_warps=4)
-    assert computed[:units].eq(1).all() and computed[units:].eq(0).all()
-    per_program = -(-units // programs)
-    fixed = units // programs * 3 // 4
-    assert int(turns.sum()) == units
-    assert int(turns.min()) >= fixed and int(turns.max()) <= 2 * per_program - fixed
+    computed, turns = _shared(tiles, programs, counted)
+    assert computed[:tiles].eq(1).all() and computed[tiles:].eq(0).all()
+    assert int(turns.sum()) == tiles
+    if counted:
+        fixed = tiles // programs * 3 // 4
+        assert int(turns.min()) >= fixed and int(turns.max()) <= 2 * -(-tiles // programs) - fixed
 
 
-def test_a_free_program_takes_what_others_would_have() -> None:
-    """Of 64 units four programs have 13 each; in the interpreter the first two take all of the other 12."""
+@pytest.mark.parametrize(("counted", "expected"), [(True, [20, 18, 13, 13]), (False, [61, 1, 1, 1])])
+def test_a_free_program_takes_what_others_would_have(counted: bool, expected: list[int]) -> None:
+    """Of 64 tiles four programs have 13 each, or one each; in the interpreter the first ones take all others."""
     if not INTERPRETING:
         pytest.skip("which program is free depends on time")
-    turns = torch.zeros(4, dtype=torch.int32)
-    zeros = torch.zeros(64, dtype=torch.int32)
-    _share[(4,)](zeros[:1].clone(), zeros, turns, 64, num_warps=4)
-    assert turns.tolist() == [20, 18, 13, 13]
+    assert _shared(64, 4, counted)[1].tolist() == expected
 
 
 @triton.jit

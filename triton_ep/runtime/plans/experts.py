@@ -145,7 +145,7 @@ class ProductTile(NamedTuple):
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
         split: sum the tile as two halves of its rows, one after the other: not both have a whole step's sum in
-            registers, and a half without rows costs nothing. Programs share the last tiles (kernels/experts/turns.py).
+            registers, and a half without rows costs nothing. Programs share tiles (kernels/experts/turns.py).
             Requires TMA, `promote` and `table`.
     """
 
