@@ -251,6 +251,23 @@ def test_new_tensors_are_plain() -> None:
 
 
 @pytest.mark.parametrize("elem", EVERY)
+def test_a_model_on_meta_gets_memory_in_its_formats(elem: str) -> None:
+    """`Module.to_empty` keeps parameters in their format, and loads a state dict into them."""
+    mx = MXTensor.to_mx(_x(10, 128), EVERY[elem]).t()
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(mx.to("meta"), requires_grad=False)
+    module.to_empty(device=DEVICE)
+    made = module.weight.data
+    assert type(made) is MXTensor and made.device == mx.device and made.qdata.stride() == mx.qdata.stride()
+    assert made.__tensor_flatten__() == mx.__tensor_flatten__()
+    module.load_state_dict({"weight": mx})
+    _assert_is(module.weight.data, mx.dequantize())
+    on_meta = mx.to("meta")
+    assert type(torch.empty_like(on_meta)) is type(torch.empty_like(on_meta, dtype=torch.int8)) is torch.Tensor
+    assert type(torch.empty_like(on_meta, dtype=torch.float64, device=DEVICE)) is torch.Tensor
+
+
+@pytest.mark.parametrize("elem", EVERY)
 def test_pickles_and_saves(elem: str) -> None:
     """pickle, deepcopy, torch.save and its weights_only load, transposed or not."""
     mx = MXTensor.to_mx(_x(10, 128), EVERY[elem]).t()

@@ -268,3 +268,17 @@ def test_files_keep_everything(levels: int) -> None:
         for same in (pickle.loads(pickle.dumps(nv)), torch.load(buffer, weights_only=True), copied):
             _assert_is(same, nv.dequantize())
             assert same.is_swizzled_scales == nv.is_swizzled_scales
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_model_on_meta_gets_memory_in_its_format(tiled: bool, levels: int) -> None:
+    """`Module.to_empty` keeps a parameter in its format, and loads a state dict into it."""
+    x = _x(128, 128)
+    nv = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=None if levels == 1 else _outer(x), is_swizzled_scales=tiled)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(nv.to("meta"), requires_grad=False)
+    module.to_empty(device=DEVICE)
+    assert type(module.weight.data) is NVFP4Tensor
+    module.load_state_dict({"weight": nv})
+    _assert_is(module.weight.data, nv.dequantize())

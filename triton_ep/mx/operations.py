@@ -67,6 +67,12 @@ class BlockTensor(torch.Tensor):
     @abstractmethod
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]: ...
 
+    @staticmethod
+    @abstractmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> BlockTensor: ...
+
     @abstractmethod
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`dequantize` without autograd."""
@@ -318,9 +324,19 @@ def _record_stream(func: Any, x: BlockTensor, stream: Any) -> None:
 
 
 def _like(func: Any, x: BlockTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: values written to it later need not fit any scale."""
+    """A plain tensor: values written to it later need not fit any scale. Memory for a tensor on meta is in its format,
+    because `Module.to_empty` asks for it in order to load values of this format."""
+    device = kwargs.get("device")
+    if func is aten.empty_like.default and device is not None and _is_moved_from_meta(x, device, kwargs.get("dtype")):
+        names, context = x.__tensor_flatten__()
+        parts = {name: torch.empty_like(getattr(x, name), device=device) for name in names}
+        return type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
     shape_only = torch.empty_strided(x.shape, x.stride(), dtype=x.orig_dtype, device="meta")
-    if kwargs.get("device") is None:
+    if device is None:
         kwargs["device"] = x.device
     result: torch.Tensor = func(shape_only, *args, **kwargs)
     return result
+
+
+def _is_moved_from_meta(x: BlockTensor, device: Any, dtype: torch.dtype | None) -> bool:
+    return x.device.type == "meta" != torch.device(device).type and dtype in (None, x.orig_dtype)
