@@ -30,8 +30,8 @@ from ..device.payload import Tile
 from ..device.tiles import TILE_ROWS, rows_of_tile, tiles_in_table
 from ..spec import ep_kernel
 from .activation import Activation, activation_gradients
-from .products import add_step, halves, table_tile, table_tiles
-from .turns import answer, ask, unit_tile, whole_tiles
+from .products import add_step, begin_sum, halves, table_tile, table_tiles
+from .turns import answer, ask, unit_tile, units_of
 
 
 @triton.jit
@@ -252,10 +252,7 @@ def _sums_by_halves(dy, w, place, hidden, method, tile):
 @triton.jit
 def _sum(dy, w, place, hidden, method, tile):
     """Sum of a tile, [BLOCK_M, BLOCK_N]."""
-    terms = hidden
-    if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part
-        terms = tl.where(place.row < place.filled, hidden, 0)
-    acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
+    terms, acc = begin_sum(place, hidden, True, False, tile.BLOCK_M, tile.BLOCK_N)
     for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
         box = _load_box(w, place.expert, place.tile_n * tile.BLOCK_N, k, method.K_MAJOR)
         dy_tile = dy.load([place.row, k])
@@ -293,8 +290,7 @@ def down_dgrad_kernel(
     tiles_n = tl.cdiv(sizes.ffn, tile.BLOCK_N)
     num_tiles = table_tiles(tiles_ptr, sizes.num_rows, tile.BLOCK_M) * tiles_n
     if method.SPLIT:
-        whole = whole_tiles(num_tiles)
-        units = 2 * num_tiles - whole
+        units, whole = units_of(num_tiles)
         unit = tl.program_id(0)
         while unit < units:
             expert, row, end, filled, tile_n = unit_tile(tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)

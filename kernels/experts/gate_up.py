@@ -32,13 +32,14 @@ from .products import (
     Segments,
     add_step,
     add_step_by_halves,
+    begin_sum,
     joined,
     segment_tile,
     segment_tiles,
     table_tile,
     table_tiles,
 )
-from .turns import answer, ask, unit_tile, whole_tiles
+from .turns import answer, ask, unit_tile, units_of
 
 _BF16 = tl.constexpr(ACT_OUT_BF16)
 _MX = tl.constexpr(ACT_OUT_MX)
@@ -208,15 +209,9 @@ def _sum(x, w, place, f, k, TABLE: tl.constexpr, method, activation, tile):
     """Sum of a tile, [BLOCK_M, WIDTH]. place: as `table_tile` returns it. TABLE: it comes from a table."""
     HALVES: tl.constexpr = 2 if activation.GATED else 1
     WIDTH: tl.constexpr = HALVES * tile.BLOCK_N
-    expert, row, end, filled, tile_n = place
+    expert, row, end, _, tile_n = place
     col = tile_n * tile.BLOCK_N
-    terms = k
-    if TABLE and tile.BLOCK_M < 128:
-        terms = tl.where(row < filled, k, 0)
-    if method.SWAP:
-        acc = tl.zeros((WIDTH, tile.BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((tile.BLOCK_M, WIDTH), dtype=tl.float32)
+    terms, acc = begin_sum(place, k, TABLE, method.SWAP, tile.BLOCK_M, WIDTH)
     if method.TMA:
         for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
             box = w.load([expert * HALVES, col, k0])
@@ -275,8 +270,7 @@ def gate_up_kernel(
         num_tiles = tl.sum(tiles)
     if method.SPLIT:
         tl.static_assert(segments.TABLE)
-        whole = whole_tiles(num_tiles)
-        units = 2 * num_tiles - whole
+        units, whole = units_of(num_tiles)
         unit = tl.program_id(0)
         while unit < units:
             place = unit_tile(segments.tiles_ptr, unit, whole, tiles_n, tile.BLOCK_M)

@@ -111,6 +111,23 @@ def joined(left, right):
 
 
 @triton.jit
+def begin_sum(place, k, TABLE: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(terms, acc): the terms of a tile's sum, and zeros [ROWS, COLUMNS], with SWAP transposed.
+
+    place: as `table_tile` returns it. TABLE: it comes from a table, of whose record a part may hold only padding.
+    """
+    _, row, _, filled, _ = place
+    terms = k
+    if TABLE and ROWS < TILE_ROWS:
+        terms = tl.where(row < filled, k, 0)
+    if SWAP:
+        acc = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    else:
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    return terms, acc
+
+
+@triton.jit
 def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
     """acc + x_tile [M, K] @ w_tile [K, N]. SWAP: transposed, for few rows: weight rows fill the tile.
 

@@ -30,6 +30,7 @@ from .products import (
     Segments,
     add_step,
     add_step_by_halves,
+    begin_sum,
     halves,
     joined,
     segment_tile,
@@ -152,15 +153,9 @@ def _sums_by_halves(a, w, place, n, k, method, tile):
 @triton.jit
 def _sum(a, w, place, n, k, TABLE: tl.constexpr, method, tile):
     """Sum of a tile, [BLOCK_M, BLOCK_N]. place: as `table_tile` returns it. TABLE: it comes from a table."""
-    expert, row, end, filled, tile_n = place
+    expert, row, end, _, tile_n = place
     col = tile_n * tile.BLOCK_N
-    terms = k
-    if TABLE and tile.BLOCK_M < 128:
-        terms = tl.where(row < filled, k, 0)
-    if method.SWAP:
-        acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
+    terms, acc = begin_sum(place, k, TABLE, method.SWAP, tile.BLOCK_M, tile.BLOCK_N)
     if method.TMA:
         for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
             box = _load_box(w, expert, col, k0, n, k, method.K_MAJOR)

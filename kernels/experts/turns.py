@@ -61,11 +61,12 @@ def following(tile, ticket, turn, fixed):
 
 
 @triton.jit
-def whole_tiles(num_tiles):
-    """Number of tiles that are one unit; the others are two."""
+def units_of(num_tiles):
+    """(units, tiles that are one unit each; the others are two)."""
     programs = tl.num_programs(0)
     rest = num_tiles % programs
-    return tl.where(2 * rest <= programs, num_tiles - rest, num_tiles)
+    whole = tl.where(2 * rest <= programs, num_tiles - rest, num_tiles)
+    return 2 * num_tiles - whole, whole
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides
 
 # isort: split
 from triton_ep.kernels.experts.products import table_tiles
-from triton_ep.kernels.experts.turns import answer, ask, ask_in_turn, following, turns_of, unit_tile, whole_tiles
+from triton_ep.kernels.experts.turns import answer, ask, ask_in_turn, following, turns_of, unit_tile, units_of
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
@@ -69,9 +69,9 @@ def test_a_free_program_takes_what_others_would_have(counted: bool, expected: li
 def _rows_of_units(tiles_ptr, out_ptr, num_rows, tiles_n):
     """out [num_rows, tiles_n, 2]: how often a row is computed, and how often as one that may be padding."""
     num_tiles = table_tiles(tiles_ptr, num_rows, 128) * tiles_n
-    whole = whole_tiles(num_tiles)
+    units, whole = units_of(num_tiles)
     within = tl.arange(0, 128)
-    for unit in tl.range(tl.program_id(0), 2 * num_tiles - whole, tl.num_programs(0)):
+    for unit in tl.range(tl.program_id(0), units, tl.num_programs(0)):
         _, row, end, filled, tile_n = unit_tile(tiles_ptr, unit, whole, tiles_n, 128)
         rows = row + within
         at = out_ptr + (rows * tiles_n + tile_n) * 2

@@ -11,41 +11,6 @@ from triton_ep.runtime import launch as runtime  # before the kernels: decides w
 from triton_ep.runtime.plans import experts_backward as plans
 
 
-def _launch(
-    out: torch.Tensor,
-    arrived: torch.Tensor,
-    copies: torch.Tensor,
-    counts: torch.Tensor,
-    at: int,
-    offs: torch.Tensor,
-    filled: torch.Tensor,
-    first: int,
-) -> None:
-    (num_arrivals, hidden), experts, width = arrived.shape, offs.shape[0] - 1, out.shape[1]
-    plan = plans.expand_arrivals(width, runtime.INTERPRETING)
-    runtime.launch(
-        plan,
-        num_arrivals + experts * plan.constexprs["SHARES"] if out.numel() else 0,
-        arrived_ptr=arrived,
-        copies_ptr=copies,
-        counts_ptr=counts,
-        offs_ptr=offs,
-        filled_ptr=filled,
-        out_ptr=out,
-        num_arrivals=num_arrivals,
-        at=at,
-        topk=copies.shape[1],
-        hidden=hidden,
-        first=first,
-        width=width,
-    )
-
-
-@library.op(
-    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows, int first, "
-    "int width) -> Tensor",
-    lambda arrived, copies, counts, at, offs, filled, num_rows, first, width: arrived.new_empty(num_rows, width),
-)
 def _expand_arrivals(
     arrived: torch.Tensor,
     copies: torch.Tensor,
@@ -56,10 +21,37 @@ def _expand_arrivals(
     num_rows: int,
     first: int,
     width: int,
+    stream: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:
+    """stream: of the kernel, None = the current one, which the memory of the result belongs to."""
+    (num_arrivals, hidden), experts = arrived.shape, offs.shape[0] - 1
     out = arrived.new_empty(num_rows, width)
-    _launch(out, arrived, copies, counts, at, offs, filled, first)
+    plan = plans.expand_arrivals(width, runtime.INTERPRETING)
+    with torch.cuda.stream(stream):
+        runtime.launch(
+            plan,
+            num_arrivals + experts * plan.constexprs["SHARES"] if out.numel() else 0,
+            arrived_ptr=arrived,
+            copies_ptr=copies,
+            counts_ptr=counts,
+            offs_ptr=offs,
+            filled_ptr=filled,
+            out_ptr=out,
+            num_arrivals=num_arrivals,
+            at=at,
+            topk=copies.shape[1],
+            hidden=hidden,
+            first=first,
+            width=width,
+        )
     return out
+
+
+_expand_op = library.op(
+    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows, int first, "
+    "int width) -> Tensor",
+    lambda arrived, copies, counts, at, offs, filled, num_rows, first, width: arrived.new_empty(num_rows, width),
+)(_expand_arrivals)
 
 
 @library.without_grad
@@ -106,7 +98,7 @@ def expand_arrivals(
     if step != 1 or end < first:
         raise InputError(f"columns must be a slice of consecutive columns of arrived; it is {columns}.")
     given = (arrived, copies, counts, at, offs.contiguous(), filled, num_rows, first, end - first)
-    found: torch.Tensor = _expand_arrivals(*given)
+    found: torch.Tensor = _expand_op(*given)
     return found
 
 
@@ -129,7 +121,4 @@ def expand_arrivals_beside(
     stream: None = the current one.
     """
     first, end, _ = columns.indices(arrived.shape[1])
-    out = arrived.new_empty(num_rows, end - first)
-    with torch.cuda.stream(stream):
-        _launch(out, arrived, copies, counts, at, offs, filled, first)
-    return out
+    return _expand_arrivals(arrived, copies, counts, at, offs, filled, num_rows, first, end - first, stream)
