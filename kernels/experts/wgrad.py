@@ -4,12 +4,13 @@ Protocol      Every tile of every out[e] takes its segment's rows in steps of BL
               program are one loop, so that the loads of the next tile overlap the store of this one; program p takes
               tiles p, p + num_programs and so on. The table of segments stays in registers: a load inside the loop
               would keep the compiler from pipelining it.
-              A tile of an empty segment takes one step past the last row, where a box holds zeros. ACCUMULATE adds to
-              the values of out; empty segments then have no tiles.
+              A tile of an empty segment takes one step past the last row, where a box holds zeros. ACCUMULATE reads the
+              values of out, adds and stores them; empty segments then have no tiles. The copy engine, which can add in
+              L2, takes a fifth longer.
 Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J], possibly a view of a larger tensor: bf16, with
-              ACCUMULATE float32. All three through descriptors, which clip boxes at I and J. Segments hold multiples of
-              BLOCK_R rows, so that no box reaches into the next segment; they may start anywhere. Padding at the end of
-              a segment is zero in x or in y, and finite in the other; steps of padding alone are skipped.
+              ACCUMULATE float32. All but float32 through descriptors, which clip boxes at I and J. Segments hold
+              multiples of BLOCK_R rows, so that no box reaches into the next segment; they may start anywhere. Padding
+              at the end of a segment is zero in x or in y, and finite in the other; steps of padding alone are skipped.
 Memory order  The copy engine reads and writes boxes; the kernels follow each other on one stream. One program adds to
               an element of out, once, so that sums have a fixed order.
 Progress      No program waits.
@@ -27,14 +28,20 @@ from .products import halves
 
 
 @triton.jit
-def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store [ROWS, COLUMNS] as one box, or add it as two: float32 takes twice the shared memory."""
-    if ACCUMULATE:
-        left, right = halves(half, ROWS, COLUMNS)
-        out.atomic_add([expert, i, j], left.reshape(1, ROWS, COLUMNS // 2))
-        out.atomic_add([expert, i, j + COLUMNS // 2], right.reshape(1, ROWS, COLUMNS // 2))
-    else:
-        out.store([expert, i, j], half.to(tl.bfloat16).reshape(1, ROWS, COLUMNS))
+def _store_part(out, part, expert, i, j):
+    """Store a part of a tile, [ROWS, COLUMNS], as one box."""
+    out.store([expert, i, j], part.to(tl.bfloat16).reshape(1, part.shape[0], part.shape[1]))
+
+
+@triton.jit
+def _add_part(out, part, expert, i, j, num_i, num_j, stride_e, stride_i):
+    """Add a part of a tile, [ROWS, COLUMNS], to float32 values. All of them are loaded before one is stored."""
+    rows = i + tl.arange(0, part.shape[0])
+    columns = j + tl.arange(0, part.shape[1])
+    at = out + expert.to(tl.int64) * stride_e + rows.to(tl.int64)[:, None] * stride_i + columns[None, :]
+    inside = (rows < num_i)[:, None] & (columns < num_j)[None, :]
+    before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(at, before + part, mask=inside, cache_modifier=".cs")
 
 
 class Segments(NamedTuple):
@@ -61,16 +68,18 @@ class Segments(NamedTuple):
     out="{OUT}",
     offs_ptr="*i32",
     filled_ptr="*i32",
-    specialised=("num_i", "num_j"),
+    specialised=("num_i", "num_j", "stride_e", "stride_i"),
     num_warps=None,
 )
 def weight_gradient_kernel(
     x,  # [R, I] bf16: a descriptor of boxes [BLOCK_R, BLOCK_I]
     y,  # [R, J] bf16: boxes [BLOCK_R, BLOCK_J]
-    out,  # [E, I, J]: boxes [1, BLOCK_I, BLOCK_J / 2], with ACCUMULATE [1, BLOCK_I, BLOCK_J / 4]
+    out,  # [E, I, J] bf16: boxes [1, BLOCK_I, BLOCK_J / 2]; with ACCUMULATE a pointer to float32
     segments: Segments,
     num_i,
     num_j,
+    stride_e,  # of out, in elements, like the next; read with ACCUMULATE
+    stride_i,
     ACCUMULATE: tl.constexpr,
     tile: WgradTile,
 ):
@@ -120,6 +129,11 @@ def weight_gradient_kernel(
         acc = tl.dot(x_box.T, y_box, acc)
         if r + tile.BLOCK_R >= last:
             left, right = halves(acc, tile.BLOCK_I, tile.BLOCK_J)
-            _store_half(out, left, expert, i, j, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
-            _store_half(out, right, expert, i, j + tile.BLOCK_J // 2, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
+            middle = j + tile.BLOCK_J // 2
+            if ACCUMULATE:
+                _add_part(out, left, expert, i, j, num_i, num_j, stride_e, stride_i)
+                _add_part(out, right, expert, i, middle, num_i, num_j, stride_e, stride_i)
+            else:
+                _store_part(out, left, expert, i, j)
+                _store_part(out, right, expert, i, middle)
             acc = tl.zeros((tile.BLOCK_I, tile.BLOCK_J), tl.float32)

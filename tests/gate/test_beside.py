@@ -5,6 +5,7 @@ import subprocess
 
 from tests.aot.library import Built
 from triton_ep.runtime.library import Entry, Library
+from triton_ep.runtime.plans.experts_backward import weight_gradient
 from triton_ep.runtime.plans.residency import Program, per_multiprocessor
 
 ARCH = "sm_90"
@@ -29,16 +30,18 @@ def _program(built: Built, entry: Entry) -> Program:
 
 
 def test_a_program_fits_next_to_gradients_of_weights(built: Built) -> None:
-    """Next to as many programs of these as fit by themselves: two, or one that adds to float32."""
+    """Next to all programs of these that run on a multiprocessor, of those gradients that leave room."""
     entries = Library(built.folder, ARCH).entries
-    products = [each for each in entries if each.request.kernel == "weight_gradient_kernel"]
     beside = [each for each in entries if each.request.kernel in KERNELS and each.request.side_by_side]
     assert {each.request.kernel for each in beside} == KERNELS
-    assert {each.request.constexprs["ACCUMULATE"] for each in products} == {False, True}
-    for product in products:
-        whole = _program(built, product)
-        most = per_multiprocessor(whole)
-        assert most == (1 if product.request.constexprs["ACCUMULATE"] else 2)
-        for entry in beside:
-            program = _program(built, entry)
-            assert per_multiprocessor(program, whole, most) >= 1, (entry.request.text(), program, whole)
+    for added in (False, True):
+        plan, tile, most = weight_gradient(1, added, beside=True, interpreted=False)
+        like = {"ACCUMULATE": added, "BLOCK_R": tile.k, "STAGES": tile.stages}.items()
+        of_weights = [each for each in entries if each.request.kernel == plan.kernel]
+        products = [_program(built, each) for each in of_weights if like <= each.request.constexprs.items()]
+        assert products
+        for whole in products:
+            assert per_multiprocessor(whole) >= most
+            for entry in beside:
+                program = _program(built, entry)
+                assert per_multiprocessor(program, whole, most) >= 1, (entry.request.text(), program, whole)

@@ -224,9 +224,9 @@ def test_padding_is_left_out_of_gradients_of_weights() -> None:
         weight_gradient(x, y, offs, aligned=True, filled=filled[:2])
 
 
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("aligned", "beside"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("sizes", SEGMENTS, ids=str)
-def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool) -> None:
+def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool, beside: bool) -> None:
     """Adds one float32 sum to the existing values; values of an empty segment keep their bits, also NaN."""
     offs, used = offs_of(sizes), sum(sizes)
     x, y = rows(used + 64, 72, 0), rows(used + 64, 136, 1)
@@ -235,7 +235,7 @@ def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool) -> None:
     empty = torch.tensor([not size for size in sizes])
     main[empty] = float("nan")
     out = main.clone()
-    assert weight_gradient(x, y, offs, out=out, accumulate=True, aligned=aligned) is out
+    assert weight_gradient(x, y, offs, out=out, accumulate=True, aligned=aligned, beside=beside) is out
     assert out[empty].isnan().all()
     exact = main.double() + oracle.weight_gradient(x, y, offs)
     unit = main.abs().double() + oracle.weight_gradient(x.abs(), y.abs(), offs)

@@ -120,7 +120,7 @@ def test_gradients_of_experts() -> None:
     _check(OPS.row_weight_gradient.default, (shares, dy, None, w2[:, :, 0].contiguous(), tiles))
     _check(OPS.bias_gradient.default, (dy, offs, weights))
     out = backward.weight_gradient(dy, pre, offs).float()
-    _check(OPS.weight_gradient.default, (dy, pre, offs, None, out, True, False))
+    _check(OPS.weight_gradient.default, (dy, pre, offs, None, out, True, False, False))
     _check(OPS.weighted_rows_backward.default, (dy, None, pre[:, :64], weights, offs))
     copies = torch.tensor([[0, 3], [2, 36]], dtype=torch.int32, device=dy.device)
     given = (dy[:2].contiguous(), copies, offs, 1, offs, torch.diff(offs), len(dy), 16, 32)

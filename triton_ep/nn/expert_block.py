@@ -452,7 +452,7 @@ class _FirstGradient:
         self._in_use = [*self._ready]
         if any(self._gradient.takes_memory(self._dpre, *each) for each in self._in_use):
             self._x = self._x._replace(beside=None)
-        self._add()
+        self._add(beside=True)
 
     def found(self) -> torch.Tensor | None:
         """Compute what is left; the gradient for autograd. Once."""
@@ -462,9 +462,9 @@ class _FirstGradient:
         del self._dpre  # what is called next may need the memory, while methods of this are still held
         return self._gradient.found()
 
-    def _add(self) -> None:
+    def _add(self, beside: bool = False) -> None:
         for columns, values in self._ready:
-            self._gradient.add(self._dpre, values, (_ALL, _ALL, columns))
+            self._gradient.add(self._dpre, values, (_ALL, _ALL, columns), beside)
         self._ready.clear()
 
 
@@ -478,8 +478,8 @@ class _WeightGradient:
         self._in_place = main is not None and main.dtype == torch.float32 and main.is_contiguous()
         self._out = self._main if self._in_place else None  # else made with its first part
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...]) -> None:
-        """Compute a part of the gradient."""
+    def add(self, x: torch.Tensor, y: torch.Tensor, part: tuple[slice, ...], beside: bool = False) -> None:
+        """Compute a part of the gradient; beside: next to an exchange."""
         weight_gradient(
             x,
             y,
@@ -488,6 +488,7 @@ class _WeightGradient:
             accumulate=self._in_place,
             aligned=self._aligned,
             filled=self._filled,
+            beside=beside,
         )
 
     def takes_memory(self, x: torch.Tensor, columns: slice, y: torch.Tensor) -> bool:

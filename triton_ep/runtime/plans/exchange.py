@@ -340,8 +340,8 @@ def bytes_ahead(constexprs: Mapping[str, Any], token: str) -> int:
 
 BESIDE_PRODUCTS = {"reduce": Summing(4, 160, 8192, 2, 1), "pull": Summing(4, 128, 4096, 4, 1)}
 """Programs of which one fits on a multiprocessor next to two of the products that compute gradients of weights in bf16,
-or one that adds them to float32. These leave 20,480 registers and 1536 bytes of shared memory, of which CUDA takes
-1024. With top-8 on four ranks a rank adds 2.2 rows per token on average, and then 3.6 sums per token."""
+or one that adds them to float32 and leaves room. These leave 20,480 registers and 1536 bytes of shared memory, of which
+CUDA takes 1024. With top-8 on four ranks a rank adds 2.2 rows per token on average, and then 3.6 sums per token."""
 
 _SLOTS_BESIDE = 32
 """Slots whose values a program next to products gathers at a time: 8 bytes of shared memory each, in Triton 3.6."""
