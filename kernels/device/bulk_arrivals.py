@@ -33,6 +33,7 @@ def copy_arrived(
     own,  # OwnRows: `arrived` are these rows; None: they are staged
     row_limit,  # staging rows from this one on are left out
     choices,  # Choices; None: each row goes to the output row of its number
+    kept_ptr,  # each row also goes to the row of its number here; None: it does not
     ring,
     base,
 ):
@@ -65,6 +66,10 @@ def copy_arrived(
             if HAS_SCALES:
                 to = tl.where(dst >= 0, out.recv_scale_ptr.to(tl.int64) + at * ring.SCALE_BYTES, 0)
                 store_row(ring, base, number, source, source, False, to, DATA, ring.SCALE_BYTES, False)
+            if kept_ptr is not None:
+                kept = kept_ptr.to(tl.int64) + row.to(tl.int64) * DATA
+                to = tl.where(here & (lanes == 0), kept, 0)
+                store_row(ring, base, number, source, source, False, to, 0, DATA, False)
             end_row()
         if n < count:
             _, here, source = _row_of(

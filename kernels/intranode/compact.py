@@ -163,7 +163,7 @@ def _receive_rows(
 ):
     """Copy this program's share of some rows. Shares depend on position, as in the expand kernel."""
     if tile.SLOTS > 0:
-        copy_arrived(job, out, arrived, arrivals, own, row_limit, None, tile, base)
+        copy_arrived(job, out, arrived, arrivals, own, row_limit, None, None, tile, base)
     else:
         source_ptr = bytes_of_rows(job, own)
         stage_source_ptr = stage_sources(job)

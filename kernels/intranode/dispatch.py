@@ -15,11 +15,12 @@ Protocol      1 push, in steps of consecutive tokens: store x[token] at its addr
               4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
               Where rows are copied in bulk, weights and copy_rows of all rows of this node are stored with the first
               step, when stage_meta is there.
-              MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows,
+              MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). Rows that are not
+              may be kept, too, as they arrived, for a backward pass that lays them out again. The padding rows,
               and weights past the last segment, are zeroed before. If the dispatch is held, or the rows do not fit
               recv_x, expand copies nothing, and is launched again (device/host_read.py)
 Layout        stage_x [capacity, row on the wire (device/payload.py)], by source rank, then by token; stage_meta
-              [W * max_tokens, 2 * KP];
+              [W * max_tokens, 2 * KP]; kept [C, row], by staging row;
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all stores of the
@@ -122,17 +123,21 @@ class Landing(NamedTuple):
 
     Attributes:
         copy_rows_ptr: out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS.
+        kept_ptr: out [C, row bytes], staging rows as they arrived; written if KEEP_ROWS, which goes with LANDING_WORDS.
         LANDING: LANDING_* (device/codes.py).
         HAS_WEIGHTS: rows have routing weights.
         HAS_PADDING: experts' segments are padded with rows of zeros.
         KEEP_COPY_ROWS: write copy_rows.
+        KEEP_ROWS: write kept.
     """
 
     copy_rows_ptr: Any
+    kept_ptr: Any
     LANDING: tl.constexpr
     HAS_WEIGHTS: tl.constexpr
     HAS_PADDING: tl.constexpr
     KEEP_COPY_ROWS: tl.constexpr
+    KEEP_ROWS: tl.constexpr
 
 
 class Chunks(NamedTuple):
@@ -285,18 +290,19 @@ def dispatch_push_kernel(
 @triton.jit
 def _copy_tiles(
     out,
-    stage_ptr,  # bytes of staging row 0
+    source_ptr,  # bytes of row 0 of the source
     copies,  # per k [ROWS] output rows, -1 = none
     row,  # [ROWS] staging rows
+    at,  # [ROWS] rows of the source
     here,  # [ROWS] rows that arrived
-    LANDING: tl.constexpr,
+    landing,
     tile,
 ):
-    """Copy staging rows, unconverted, to the output rows of their assignments."""
+    """Copy rows, unconverted, to the output rows of their assignments, and to the rows to keep."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
-    HAS_SCALES: tl.constexpr = LANDING == LANDING_MX
+    HAS_SCALES: tl.constexpr = landing.LANDING == LANDING_MX
     wire = wire_of(out.row_words, WORD, MX if HAS_SCALES else WORDS)
-    row_ptrs, _ = staged_rows(stage_ptr, row, wire, WORD)
+    row_ptrs, _ = staged_rows(source_ptr, at, wire, WORD)
     for number in tl.static_range(tile.TILES):
         h = number * tile.BLOCK_H
         words = load_staged_tile(row_ptrs, here, h, out.row_words, HAS_SCALES, tile.BLOCK_H)
@@ -304,23 +310,27 @@ def _copy_tiles(
             # Most k have no assignment here: skip computing their addresses.
             if tl.max(copies[k]) >= 0:
                 store_staged_tile(out, copies[k], words, h, HAS_SCALES)
+        if landing.KEEP_ROWS:
+            offs = h + tl.arange(0, tile.BLOCK_H)[None, :]
+            kept = landing.kept_ptr.to(tl.pointer_type(WORD)) + row.to(tl.int64)[:, None] * out.row_words + offs
+            store_landed(kept, words[0], here[:, None] & (offs < out.row_words))
 
 
 @triton.jit
 def _land_tiles(
     out,  # words are int32 or int64, one per four elements
-    stage_ptr,  # this and the next three as in `_copy_tiles`
+    source_ptr,  # this and the next three as in `_copy_tiles`
     copies,
     row,
     here,
     LANDING: tl.constexpr,
     tile,
 ):
-    """Convert MXFP8 staging rows, and store them to the output rows of their assignments. Returns each row's largest
+    """Convert MXFP8 rows, and store them to the output rows of their assignments. Returns each row's largest
     scale byte."""
     BLOCKS: tl.constexpr = tile.BLOCK_H // BLOCK_WORDS
     row_words = out.row_words
-    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)
+    row_ptrs, scale_ptrs = staged_rows(source_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)
     source = row_ptrs[:, None, None]
     # Start loading the first tile before anything waits for the scales of the whole row.
     at, in_row = block_words(0, row_words, BLOCKS)
@@ -392,7 +402,7 @@ def _expand_rows(
         if CONVERTED:
             largest = _land_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
         else:
-            _copy_tiles(out, source_ptr, each, at, here, landing.LANDING, tile)
+            _copy_tiles(out, source_ptr, each, row, at, here, landing, tile)
         _store_copies(out, stage_weights_ptr, row, here, copies, mask, landing, choices)
         if landing.LANDING == LANDING_ROW:
             # A row that never arrived is a row of zeros with scale 1, like padding.
@@ -470,7 +480,8 @@ def _lay_out(job, out, arrived, arrivals, own, stage_capacity, landing, choices,
     """Lay out this program's share of some rows, through registers, or in bulk; then `_complete_rows` must follow.
     base: ring."""
     if tile.SLOTS > 0:
-        copy_arrived(job, out, arrived, arrivals, own, stage_capacity, choices, tile, base)
+        kept_ptr = landing.kept_ptr if landing.KEEP_ROWS else None
+        copy_arrived(job, out, arrived, arrivals, own, stage_capacity, choices, kept_ptr, tile, base)
     else:
         _expand_rows(job, out, arrived, arrivals, own, stage_capacity, landing, choices, tile)
 
@@ -517,6 +528,7 @@ def _zero_padding(
     recv_scale_ptr="*{SCALE}",
     recv_weights_ptr="*fp32",
     copy_rows_ptr="*i32",
+    kept_ptr="*u8",
     x_ptr="*u8",
     tokens_ptr="*i64",
     specialised=("row_words",),

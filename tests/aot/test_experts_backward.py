@@ -72,7 +72,9 @@ def _steps(how: str, tiles: torch.Tensor, bias: torch.Tensor | None, activation:
     for aligned in (True, False):
         experts_backward.weight_gradient(pre, _zeros(ROWS, H), offs, aligned=aligned)
         main_grad = torch.zeros(EXPERTS, 2 * F, H)
-        experts_backward.weight_gradient(pre, _zeros(ROWS, H), offs, out=main_grad, accumulate=True, aligned=aligned)
+        given = (pre, _zeros(ROWS, H), offs)
+        for beside in (False, True):
+            experts_backward.weight_gradient(*given, out=main_grad, accumulate=True, aligned=aligned, beside=beside)
     if bias is not None:
         experts_backward.bias_gradient(pre, offs)
         experts_backward.bias_gradient(_zeros(ROWS, H), offs, row_weights)

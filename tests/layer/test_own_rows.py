@@ -10,6 +10,8 @@ import torch.distributed as dist
 from tests.combinations import combinations
 from tests.layer.cases import Case, check_dispatched, make_layer, start_dispatch, workloads
 from triton_ep import EPAll2AllLayer
+from triton_ep.config import EPConfig
+from triton_ep.testing.workloads import Workload
 
 _UNTOUCHED = 0x55
 PLAIN = Case("own", tokens=(11, 0, 20, 5), hidden=160, topk=3, experts=3, alignment=16)
@@ -22,7 +24,7 @@ CASES = (
 )
 ON_NODES = {(2, 1): "own_static_local", (2, 2): "own_mxfp8"}
 """Cases of several nodes of CPU ranks."""
-WAYS = ("plain", "hook", "unaligned", "staging_all")
+WAYS = ("plain", "hook", "unaligned", "kept")
 
 
 def _moved(x: torch.Tensor) -> torch.Tensor:
@@ -33,6 +35,14 @@ def _moved(x: torch.Tensor) -> torch.Tensor:
 
 def _staged_rows(layer: EPAll2AllLayer) -> torch.Tensor:
     return layer.context.local("stage_x").view(torch.uint8)
+
+
+def _check_kept(kept: torch.Tensor, works: list[Workload], config: EPConfig) -> None:
+    """A row per token with an expert here, by source rank, then by token."""
+    first = config.rank * config.num_experts_per_rank
+    here = [(work.topk_idx >= first) & (work.topk_idx < first + config.num_experts_per_rank) for work in works]
+    want = torch.cat([work.x[each.any(1)].cpu() for work, each in zip(works, here, strict=True)])
+    assert torch.equal(kept[: len(want)].cpu(), want)
 
 
 def _all_ranks_meet(layer: EPAll2AllLayer) -> None:
@@ -51,16 +61,20 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
             _all_ranks_meet(layer)
             _staged_rows(layer).fill_(_UNTOUCHED)
             _all_ranks_meet(layer)
-            with layer.context.staging_all() if way == "staging_all" else contextlib.nullcontext():
+            keeps = way == "kept" and case.payload is None
+            with layer.context.keeping_rows() if keeps else contextlib.nullcontext():
                 found = start_dispatch(layer, case, works, **({"return_recv_hook": True} if way == "hook" else {}))
+                kept = layer.context.take_kept_rows() if keeps else None
             if way == "hook":
                 *found, receive = found
                 receive()
             desc = check_dispatched(layer, case, call, *found).desc
+            if kept is not None:
+                _check_kept(kept, works, layer.config)
             first, count = (int(each[rank]) for each in (desc._part("first_arrivals"), desc.arrivals_from_rank))
             untouched = bool((_staged_rows(layer)[first : first + count] == _UNTOUCHED).all())
             # Rows that are quantised here are packed in aligned memory; those that come with scales are not packed.
-            in_place = way == "plain" or (way == "unaligned" and case.payload is not None)
+            in_place = way in ("plain", "kept") or (way == "unaligned" and case.payload is not None)
             assert count == 0 or untouched == (in_place and not case.quantised_input), (way, first, count)
         layer.check()
 

@@ -101,7 +101,8 @@ class DispatchCombineContext:
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
         self.beside_products = False  # combines made now leave room for products that compute gradients of weights
-        self.stages_all = False  # dispatches made now stage the rows that this rank sends to itself, too
+        self.keeps_rows = False  # dispatches made now keep their rows as they arrive
+        self.kept_rows: torch.Tensor | None = None
         self._rows_before: dict[tuple[str, int], int] = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
@@ -373,13 +374,20 @@ class DispatchCombineContext:
             self.beside_products = before
 
     @contextlib.contextmanager
-    def staging_all(self) -> Iterator[None]:
-        """Let dispatches inside stage all rows, for a caller who will read the staging buffer."""
-        before, self.stages_all = self.stages_all, True
+    def keeping_rows(self) -> Iterator[None]:
+        """Let expert-major dispatches inside, of rows without a payload, keep each row as it arrives, once, in memory
+        of its own; `take_kept_rows` has them until the end."""
+        before, self.keeps_rows = self.keeps_rows, True
         try:
             yield
         finally:
-            self.stages_all = before
+            self.keeps_rows, self.kept_rows = before, None
+
+    def take_kept_rows(self) -> torch.Tensor:
+        """[C, H]: the rows that the latest dispatch kept, by their places in the staging buffer. Once."""
+        rows, self.kept_rows = self.kept_rows, None
+        assert rows is not None, "only after a dispatch inside `keeping_rows`"
+        return rows
 
     # --- what the device reports --------------------------------------------------------------------------
 

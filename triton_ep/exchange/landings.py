@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.context import MOST_WASTED, NO_LIMIT, DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.layout import Sizes
@@ -132,12 +132,13 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
     def narrow(self, received: dispatch_ops.Received, arrivals: Arrivals) -> dispatch_ops.Received:
         """The first rows, and the first lines of the table."""
-        (data, scale), weights, copies = received
+        (data, scale), weights, copies, kept = received
         rows, staged = arrivals.num_rows, arrivals.num_staged
         return dispatch_ops.Received(
             Rows(data[:rows], None if scale is None else scale[:rows]),
             None if weights is None else weights[:rows],
             None if copies is None else copies[:staged],
+            None if kept is None else _first(kept, staged),
         )
 
     def receive(
@@ -172,6 +173,11 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         received = sent.received
         rows = self.output(received.x, config)
         return Ahead(rows, received.weights, sent.desc, None if late is None else settle)
+
+
+def _first(rows: torch.Tensor, num: int) -> torch.Tensor:
+    """The first rows, in memory of their own if this wastes too much of it: they are kept for long."""
+    return rows[:num] if len(rows) <= MOST_WASTED * num else rows[:num].clone()
 
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}

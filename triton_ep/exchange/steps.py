@@ -75,7 +75,7 @@ def dispatch(
     ctx.num_dispatches += 1
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
     # Rows that the caller lays out later may have changed until then.
-    in_place = whole and not (split or ctx.stages_all)
+    in_place = whole and not split
     given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
     own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
     flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
@@ -209,6 +209,8 @@ class Flight(Generic[Received]):
     def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:
         """The dispatch as `dispatch` returns it."""
         cfg, deduplicated = self.ctx.config, self.landing.deduplicated
+        if isinstance(received, dispatch_ops.Received):
+            self.ctx.kept_rows = received.kept
         desc = EPAllToAllLayoutDesc(
             num_dispatch_token_cur_rank=self.rows.data.shape[0],
             num_recv_rows=arrivals.num_rows,

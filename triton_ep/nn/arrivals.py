@@ -1,8 +1,8 @@
 """Staging rows kept for the backward pass in place of the expert-major rows expanded from them.
 
 A token for several experts of one rank arrives there once and is expanded to one row per expert. The gradient of the
-first product's weights needs the expanded rows. The backward pass expands them again from a copy of the staging rows,
-taken before the next dispatch overwrites them.
+first product's weights needs the expanded rows. The backward pass expands them again from the rows as they arrived,
+which the dispatch keeps in memory of their own: the next one overwrites the staging buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.arrivals import expand_arrivals, expand_arrivals_beside
 
 _COPIES = 2
-"""Least number of rows per staging row at which keeping staging rows is worth the copy and the second expansion."""
+"""Least number of rows per staging row at which keeping staging rows is worth the second expansion."""
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, int]
 """The first arguments of `expand_arrivals`, up to num_rows."""
 
@@ -28,7 +28,7 @@ class Arrived(NamedTuple):
     """Rows of the latest dispatch as they arrived here.
 
     Attributes:
-        rows: [C, H] bf16: C staging rows, or as many as may arrive.
+        rows: [C, H] bf16 by staging row: C have arrived, or may arrive.
         rank: this rank, whose report holds the number that did arrive.
     """
 
@@ -70,16 +70,11 @@ def keeps_arrivals(config: EPConfig) -> bool:
     return fits and config.token_dtype == torch.bfloat16 and _COPIES * config.world_size * config.max_tokens <= rows
 
 
-def copy_arrivals(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
-    """Copy the staging rows of the latest dispatch; call it before its combine, which may overwrite them."""
-    copies, ctx = desc.skipped_token_topk_mapping_indices, layer.context
-    assert copies is not None, "with local combine"
-    # The buffer has room for longer rows, too.
-    staged = ctx.local_as("stage_x", torch.bfloat16).view(-1)
-    rows = staged[: copies.shape[0] * ctx.config.hidden].view(-1, ctx.config.hidden)
-    return Arrived(rows.clone(), ctx.config.rank)
+def take_arrivals(layer: EPAll2AllLayer) -> Arrived:
+    """The rows that the latest dispatch of this layer has kept (`DispatchCombineContext.keeping_rows`)."""
+    return Arrived(layer.context.take_kept_rows(), layer.context.config.rank)
 
 
-def keeper_of_arrivals(layer: EPAll2AllLayer) -> partial[Arrived] | None:
-    """`copy_arrivals` of this layer, or None if the expanded rows themselves are kept."""
-    return partial(copy_arrivals, layer) if keeps_arrivals(layer.config) else None
+def taker_of_arrivals(layer: EPAll2AllLayer) -> partial[Arrived] | None:
+    """`take_arrivals` of this layer, or None if the expanded rows themselves are kept."""
+    return partial(take_arrivals, layer) if keeps_arrivals(layer.config) else None

@@ -142,8 +142,8 @@ class ExpertBlock:
 
     Attributes:
         prepared, settings: as of `expert_block`.
-        keep_arrivals: returns the received rows of the latest dispatch, to be saved instead of its expert-major rows.
-            None: save the latter.
+        take_arrivals: returns the received rows that the latest dispatch has kept, to be saved instead of its
+            expert-major rows. None: save the latter.
 
     Raises:
         InputError: prepared weights without a precision, or a precision without prepared weights.
@@ -151,7 +151,7 @@ class ExpertBlock:
 
     prepared: PreparedWeights | None
     settings: ExpertSettings
-    keep_arrivals: Callable[[EPAllToAllLayoutDesc], Arrived] | None = None
+    take_arrivals: Callable[[], Arrived] | None = None
 
     def __post_init__(self) -> None:
         """Check that prepared weights and precision go together."""
@@ -175,18 +175,22 @@ class ExpertBlock:
 
         return refresh
 
+    def keeps_arrivals(self, params: Params) -> bool:
+        """Whether a pass that is kept takes the rows that its dispatch has kept."""
+        return self.take_arrivals is not None and _needs_rows(params)
+
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
         """As `run`, for rows that a dispatch delivered; overwrites them if nothing needs them."""
-        w13, tiles = params[0], _tiles(desc) if keep else desc.tiles
-        wanted = keep and w13 is not None and w13.requires_grad
-        arrivals = self.keep_arrivals if wanted else None
+        tiles = _tiles(desc) if keep else desc.tiles
+        wanted = keep and _needs_rows(params)
+        arrivals = self.take_arrivals if wanted else None
         overwrite = not wanted or arrivals is not None
         offs = desc.expert_offsets
         y, saved = self.run(rows, row_weights, params, offs, tiles, keep=keep, overwrite=overwrite, checked=True)
         if arrivals is not None:
-            saved["rows"] = arrivals(desc)
+            saved["rows"] = arrivals()
         return y, saved
 
     def backward(
@@ -352,6 +356,11 @@ class ExpertBlock:
         rows: Rows = quantize_to_rows(dpre, offs) if settings.fp8 else dpre
         transposed = weight if isinstance(weight, RowScaled) else weight.transpose(1, 2)
         return rows_product(rows, transposed, offs, fast=settings.fast, aligned=settings.aligned, tiles=tiles)
+
+
+def _needs_rows(params: Params) -> bool:
+    """Whether a gradient needs the rows themselves: that of w13."""
+    return params[0] is not None and params[0].requires_grad
 
 
 def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:

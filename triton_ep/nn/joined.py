@@ -115,6 +115,11 @@ class JoinedExperts:
             return None
         return self.experts.before(self.owner.joined(_all(params)))
 
+    def keeps_arrivals(self, params: Params) -> bool:
+        """As the experts have it, of the joined parameters."""
+        takes = self.experts.take_arrivals is not None
+        return takes and self.owner.joined_needs([each.requires_grad for each in _all(params)])[0]
+
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:

@@ -26,7 +26,6 @@ from triton_ep.exchange import slots as slot_ops
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import Ahead
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.nn.arrivals import keeps_arrivals
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]
@@ -38,6 +37,11 @@ def _nothing(room: bool, stream: torch.cuda.Stream | None) -> None:
 
 def _no_work(params: Params) -> None:
     """Default of `before`: no work."""
+
+
+def _keeps_none(params: Params) -> bool:
+    """Default of `keeps_arrivals`: False."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class MoEBlock:
         grad_landing: form of the gradients of their results.
         turn: context manager around each pass, given its name; may refuse the pass.
         before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
+        keeps_arrivals: whether the experts take the rows that the dispatch of a pass that is kept has kept
+            (`DispatchCombineContext.keeping_rows`).
         ahead: without a capacity and where nothing is kept, launch the experts before the host knows how many rows
             arrive. There may be room for fewer than `expert_offsets` says: then kernels must leave out what does not
             fit, and `forward` is called again. What is kept has the rows that arrived, because checkpoints compare the
@@ -129,6 +135,7 @@ class MoEBlock:
     grad_landing: str | None = None
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
+    keeps_arrivals: Callable[[Params], bool] = _keeps_none
     ahead: bool = False
     checked: bool = False
 
@@ -159,10 +166,10 @@ class MoEBlock:
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
             given, ahead = (x, topk_idx, topk_weights), self.ahead and not keep
-            copied = keep and keeps_arrivals(self.layer.config)
-            with self.layer.context.staging_all() if copied else nullcontext():
+            keeps = keep and self.keeps_arrivals(params)
+            with self.layer.context.keeping_rows() if keeps else nullcontext():
                 rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
-            y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
+                y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             # The host waits for the counts here, where the GPU has work.
             again = None if settle is None else settle()
             if again is not None:

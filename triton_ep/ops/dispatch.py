@@ -162,11 +162,13 @@ class Received(NamedTuple):
         x: recv_x [R, H]. Rows past the last segment (static mode) are undefined.
         weights: [R] float32, or None; zero past the last segment.
         copy_rows: with local combine, or if the caller keeps them, [C, K] int32, the output rows of each staging row.
+        kept: if the caller keeps them, [C, H], the staging rows.
     """
 
     x: Rows
     weights: torch.Tensor | None
     copy_rows: torch.Tensor | None
+    kept: torch.Tensor | None
 
 
 def make_received(
@@ -190,7 +192,11 @@ def make_received(
     copy_rows = None
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    return Received(_make_rows(fmt, ctx.device, num_rows, landing), weights, copy_rows)
+    kept = None
+    if ctx.keeps_rows:
+        # A row that arrives has an output row; if there is no room for those, nothing is copied.
+        kept = torch.empty(min(num_arrivals, num_rows), fmt.hidden, dtype=fmt.dtype, device=ctx.device)
+    return Received(_make_rows(fmt, ctx.device, num_rows, landing), weights, copy_rows, kept)
 
 
 def _make_rows(fmt: RowFormat, device: torch.device, num_rows: int, landing: str | None) -> Rows:
@@ -262,7 +268,7 @@ def receive(
     """
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
-    weights, copy_rows = received.weights, received.copy_rows
+    weights, copy_rows, kept = received.weights, received.copy_rows, received.kept
     landing = LANDING_WORDS if fmt.payload is None else _landing_of(received.x)
     if landing in (LANDING_ROW, LANDING_BF16):
         word, row_words = landed_words(landing, fmt.hidden)
@@ -271,7 +277,7 @@ def receive(
         row_bytes = fmt.hidden * recv_x.element_size()
         words = as_words(recv_x, row_bytes, recv_scale)
         row_words = row_bytes // words.element_size()
-    kind = (landing, weights is not None, copy_rows is not None, row_words)
+    kind = (landing, weights is not None, copy_rows is not None, row_words, kept is not None)
     stream = None if beside is None else beside.stream
     early = beside is not None and stream is None
     launcher = ctx.launcher(("expand", early, *kind), exchange.expand, *kind, fmt=fmt, early=early)
@@ -281,6 +287,7 @@ def receive(
         recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
         copy_rows_ptr=placement if copy_rows is None else copy_rows,
+        kept_ptr=ctx.no_bytes if kept is None else view_as(kept, torch.uint8),
         placement_ptr=placement,
         row_words=row_words,
         num_rows=recv_x.shape[0],

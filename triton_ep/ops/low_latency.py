@@ -77,7 +77,7 @@ def dispatch(
         dispatch_number=ctx.num_dispatches,
         skipped_token_topk_mapping_indices=copies,
     )
-    received = Received(recv, recv_weights, copies)
+    received = Received(recv, recv_weights, copies, None)
     word = host_word | (HOST_WEIGHTS if weights is not None else 0)
     return received, desc, _launch_dispatch(ctx, fmt, x, topk_idx, weights, received, desc, word, split)
 

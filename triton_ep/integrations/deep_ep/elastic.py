@@ -469,7 +469,7 @@ class ElasticBuffer:
             expanded = at_once.dispatch(layer, rows, topk_idx, topk_weights, WITH_COPIES)
             if expanded is None:
                 return None
-            arrived, weights, copies = expanded.received
+            arrived, weights, copies, _ = expanded.received
             made = self._handle(layer, call, expanded.desc, copies, _rows_of_experts(expanded.desc))
             return rows.returned(arrived), None, weights, made, EventOverlap()
         landing = COMPACT.get(topk_idx.dtype)

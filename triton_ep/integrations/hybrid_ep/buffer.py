@@ -265,7 +265,7 @@ class HybridEPBuffer:
         if found is None:
             return None
         layer, sent = found
-        arrived, probs, copies = sent.received
+        arrived, probs, copies, _ = sent.received
         recv_x, scales = arrived.like(rows)
         offsets = sent.desc.host_expert_offsets
         assert offsets is not None, "the host waited for them"

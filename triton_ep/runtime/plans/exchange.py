@@ -206,17 +206,20 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
     return Plan("internode_forward_kernel", constexprs)
 
 
-def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
+def expand(
+    s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int, keep_rows: bool = False
+) -> Plan:
     """Lay out arrived rows expert by expert, converted as `landing` says (kernels/device/codes.py).
 
     keep_copies: record the output rows of each staging row, which combine needs in some layers. row_words: words of an
-    output row.
+    output row. keep_rows: copy the staging rows, too, in LANDING_WORDS.
     """
     constexprs = {
         "LANDING": landing,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": keep_copies,
+        "KEEP_ROWS": keep_rows,
         **s.common("TOPK", "KP", "LWP", "SENDERS", "ENGINES"),
     }
     rows, chosen = s.chosen("expand")

@@ -181,6 +181,9 @@ def _expansions(s: Shape, uses: LayerCalls, weights: bool, row_bytes: int) -> It
     landing = LANDING_WORDS if s.payload is None else LANDING_MX
     for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
         yield KernelRequest.of(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
+    if s.payload is None and s.enable_local_combine and uses.gradients and weights and not s.copy_engines:
+        plan = exchange.expand(s, landing, weights, True, row_words, keep_rows=True)
+        yield KernelRequest.of(plan, types | scales, numbers)
     for name in uses.landing if s.payload is not None else ():
         landing = LANDINGS[name]
         word, row_words = landed_words(landing, s.hidden)
