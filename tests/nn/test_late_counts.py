@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.combinations import combinations
 from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
 from triton_ep.layer import EPAll2AllLayer
@@ -31,7 +32,6 @@ CALLS = {
 }
 # On CPUs rows of MXFP8 take all calls, rows of bf16 those that differ most.
 IN_BF16 = ("first", "more", "after it") if INTERPRETING else tuple(CALLS)
-# In training the host reads the counts first at every call; rows that were received before that may still not fit.
 IN_TRAINING = ("first", "more", "refused", "after it")
 IN_TRAINING_WITH_MXFP8 = ("first", "more") if INTERPRETING else IN_TRAINING
 
@@ -98,8 +98,7 @@ def _check(
             continue
         with _order() as happened:
             found = _pass(exact, x, ids, weights, training)
-        expected = CALLS["first"][1] if training else wanted
-        assert happened[: len(expected)] == expected, (name, happened)
+        assert happened[: len(wanted)] == wanted, (name, happened)
         for got, want in zip(found, _pass(static, x, ids, weights, training), strict=True):
             assert torch.equal(got, want), name
     finalize_exchanges()
@@ -121,5 +120,53 @@ def test_experts_run_before_the_counts_are_read(
     run_ranks: Callable[..., Any], nodes: int, payload: str | None, training: bool, calls: tuple[str, ...]
 ) -> None:
     """Every bit is that of a module with a capacity; more rows than there is room for make the experts run again; a
-    refused call raises on every rank, and the next one is right. In training the counts come first."""
+    refused call raises on every rank, and the next one is right."""
     run_ranks(_check, nodes, 2 // nodes, payload, training, calls)
+
+
+def _kept_shapes(moe: MoE, rank: int, observed: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    """Results and gradients of passes with fewer rows than the one before, with more, and with far fewer; and the
+    shapes of what they keep."""
+    device, generator = current_heap().device, torch.Generator().manual_seed(rank)
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    found: list[torch.Tensor] = []
+    for num, share in ((70, 0.9), (66, 0.8), (96, 1.0), (64, 0.1)):
+        draw = [torch.rand(num, each, generator=generator) for each in (HIDDEN, TOPK, TOPK)]
+        ids = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(num)])
+        ids = torch.where(draw[1] < share, ids, -1).to(device)
+        with (
+            mock.patch("triton_ep.nn.operations.is_observed", return_value=observed),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            found += _pass(moe, draw[0].bfloat16().to(device), ids, draw[2].to(device), True)
+    return found, shapes
+
+
+def _check_kept(rank: int, nodes: int, ranks_per_node: int, payload: str | None, observed: bool) -> None:
+    from triton_ep.context.context import DispatchCombineContext
+
+    moe = _module(payload, None, ranks_per_node)
+    with _order() as happened:
+        late, shapes = _kept_shapes(moe, rank, observed)
+    assert happened.count("experts") == 5, happened  # more rows than there is room for
+    with mock.patch.object(DispatchCombineContext, "rows_before", return_value=0), _order() as happened:
+        first, wanted = _kept_shapes(moe, rank, observed)
+    assert happened.count("experts") == 4, happened
+    assert shapes == wanted
+    assert all(map(torch.equal, late, first))
+    finalize_exchanges()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("payload", "observed"),
+    combinations([None, "mxfp8"], [False, True], on_cpu=lambda payload, observed: observed == (payload is None)),
+)
+def test_what_is_kept_is_as_large_as_if_the_counts_came_first(run_ranks, payload, observed):
+    """Checkpoints compare the shapes of passes, of which each finds other room. By autograd and as an op."""
+    run_ranks(_check_kept, 1, 2, payload, observed)

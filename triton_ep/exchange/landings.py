@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context.context import MOST_WASTED, NO_LIMIT, DispatchCombineContext
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.layout import Sizes
@@ -138,7 +138,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
             Rows(data[:rows], None if scale is None else scale[:rows]),
             None if weights is None else weights[:rows],
             None if copies is None else copies[:staged],
-            None if kept is None else _first(kept, staged),
+            None if kept is None else kept[:staged],
         )
 
     def receive(
@@ -164,20 +164,16 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
     def ahead(self, sent: Sent[dispatch_ops.Received], config: EPConfig) -> Ahead:
         """The results of a dispatch whose counts the host may not have read."""
-        late = sent.settle
+        received, late = sent.received, sent.settle
+        made = Ahead(self.output(received.x, config), received.weights, sent.desc)
+        if late is None:
+            return made
 
-        def settle() -> Ahead | None:
-            again = None if late is None else late()
-            return None if again is None else self.ahead(again, config)
+        def settle() -> tuple[bool, Ahead]:
+            again, found = late()
+            return again, self.ahead(found, config)
 
-        received = sent.received
-        rows = self.output(received.x, config)
-        return Ahead(rows, received.weights, sent.desc, None if late is None else settle)
-
-
-def _first(rows: torch.Tensor, num: int) -> torch.Tensor:
-    """The first rows, in memory of their own if this wastes too much of it: they are kept for long."""
-    return rows[:num] if len(rows) <= MOST_WASTED * num else rows[:num].clone()
+        return made._replace(settle=settle)
 
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
@@ -257,14 +253,14 @@ class Ahead(NamedTuple):
     Attributes:
         rows, weights, desc: as of `dispatch`; rows from `desc.expert_offsets[-1]` on are undefined.
         settle: to be called once, before `combine`: waits for the counts and raises the errors of `dispatch`. Returns
-            None, or, if the room was too small, the results again, for which the work must be repeated. None: the host
-            has read the counts, or never does.
+            whether the room was too small, so that the work must be repeated, and the results of `dispatch`. None: the
+            host has read the counts, or never does.
     """
 
     rows: Any
     weights: Any
     desc: EPAllToAllLayoutDesc
-    settle: Callable[[], Ahead | None] | None
+    settle: Callable[[], tuple[bool, Ahead]] | None = None
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,13 @@ class Sent(Generic[Received]):
         desc: descriptor for combine.
         host_counts: as in `Arrivals`.
         receive: launches the receiving half; already launched unless the caller splits the call.
-        settle: reads the counts, raises the errors of any rank, and returns the dispatch anew if its rows did not fit;
-            call it before the combine. None: the host has read them, or never does.
+        settle: reads the counts, raises the errors of any rank, and returns whether the rows did not fit, so that they
+            have been received anew, and the dispatch with the rows that arrived; call it before the combine. None: the
+            host has read the counts, or never does.
     """
 
     received: Received
     desc: EPAllToAllLayoutDesc
     host_counts: tuple[int, ...] | None
     receive: Callable[[], None]
-    settle: Callable[[], Sent[Received] | None] | None = None
+    settle: Callable[[], tuple[bool, Sent[Received]]] | None = None

@@ -84,7 +84,7 @@ def dispatch(
     ahead = flight.receive_ahead(beside) if reads and not split and not request.refused else None
     if ahead is not None and later:
         made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
-        made.settle = partial(_settle, ctx, flight, ahead[1])
+        made.settle = partial(_settle, ctx, flight, *ahead)
     elif reads:
         made = flight.read_and_receive(ahead, beside)
     else:
@@ -95,12 +95,18 @@ def dispatch(
 
 
 @reports_failure("dispatch", begun=True)
-def _settle(ctx: DispatchCombineContext, flight: Flight[Received], room: int) -> Sent[Received] | None:
+def _settle(
+    ctx: DispatchCombineContext, flight: Flight[Received], received: Received, room: int
+) -> tuple[bool, Sent[Received]]:
     """Read the counts of a dispatch whose rows were received ahead; receive them again if they did not fit."""
     arrivals, grown, beside = flight.read_counts(None)
-    again = flight.receive(arrivals, beside) if grown or arrivals.num_rows > room else None
+    again = grown or arrivals.num_rows > room
+    if again:
+        made = flight.receive(arrivals, beside)
+    else:
+        made = flight.sent(arrivals, flight.landing.narrow(received, arrivals))
     ctx.poll_status()
-    return again
+    return again, made
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.context.context import MOST_WASTED
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.kernels.device.codes import REPORT_ARRIVALS, REPORT_WORDS
 from triton_ep.layer import EPAll2AllLayer
@@ -34,6 +35,12 @@ class Arrived(NamedTuple):
 
     rows: torch.Tensor
     rank: int
+
+    def narrowed(self, desc: EPAllToAllLayoutDesc) -> Arrived:
+        """Without room for more rows than arrived."""
+        copies = desc.skipped_token_topk_mapping_indices
+        assert copies is not None, "kept with local combine only"
+        return Arrived(first_rows(self.rows, copies.shape[0]), self.rank)
 
     def expand(self, desc: EPAllToAllLayoutDesc, columns: slice) -> torch.Tensor:
         """[R, W] bf16: these columns of the rows of this dispatch, bit for bit, except rows past the last segment."""
@@ -57,6 +64,11 @@ class Arrived(NamedTuple):
             desc.num_recv_tokens_per_expert,
             desc.num_recv_rows,
         )
+
+
+def first_rows(x: torch.Tensor, num: int) -> torch.Tensor:
+    """The first rows, to be kept: in memory of their own if the others would waste too much."""
+    return x[:num] if len(x) <= MOST_WASTED * num else x[:num].clone()
 
 
 def keeps_arrivals(config: EPConfig) -> bool:

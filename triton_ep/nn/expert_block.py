@@ -26,7 +26,7 @@ from triton_ep.context.overlap import current_stream
 from triton_ep.distributed.dtensors import PLAIN_TENSORS
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.nn.arrivals import Arrived
+from triton_ep.nn.arrivals import Arrived, first_rows
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
@@ -192,6 +192,18 @@ class ExpertBlock:
         if arrivals is not None:
             saved["rows"] = arrivals()
         return y, saved
+
+    @staticmethod
+    def narrowed(saved: Saved, desc: EPAllToAllLayoutDesc) -> Saved:
+        """What `forward` has kept, of the rows that arrived."""
+        num, rows = desc.num_recv_rows, saved["rows"]
+        if isinstance(rows, Arrived):
+            rows = rows.narrowed(desc)
+        elif isinstance(rows, RowScaled):
+            rows = RowScaled.made(first_rows(rows.qdata, num), first_rows(rows.scale, num))
+        elif rows is not None:
+            rows = first_rows(rows, num)
+        return {"rows": rows, **{name: first_rows(saved[name], num) for name in ("pre", "row_weights")}}
 
     def backward(
         self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs

@@ -50,9 +50,9 @@ class MoE(nn.Module):
         precision: of products of MXFP8 rows. "default": in FP8, summed in float32, as exact as MXFP8 is; "fast": in FP8
             with the tensor core's own sums, which lose up to a tenth where all values have one sign; "exact": in bf16
             of the MXFP8 values.
-        capacity: None: the host waits for the number of rows that arrive, in inference once the experts are launched.
-            An int is rows, a float multiplies the mean load max_tokens * K; rounded up to 128. With a capacity nothing
-            waits: rows that do not fit are left out and counted (`overflow_total`), with a warning. CUDA graphs need a
+        capacity: None: the host waits for the number of rows that arrive, once the experts are launched. An int is
+            rows, a float multiplies the mean load max_tokens * K; rounded up to 128. With a capacity nothing waits:
+            rows that do not fit are left out and counted (`overflow_total`), with a warning. CUDA graphs need a
             capacity.
         low_latency: for decoding, at most 1024 tokens: three launches per dispatch and combine; no gradient; static.
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) returns topk_idx [..., K], topk_weights

@@ -122,10 +122,11 @@ class MoEBlock:
         before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
         keeps_arrivals: whether the experts take the rows that the dispatch of a pass that is kept has kept
             (`DispatchCombineContext.keeping_rows`).
-        ahead: without a capacity and where nothing is kept, launch the experts before the host knows how many rows
-            arrive. There may be room for fewer than `expert_offsets` says: then kernels must leave out what does not
-            fit, and `forward` is called again. What is kept has the rows that arrived, because checkpoints compare the
-            shapes of repeated passes.
+        narrowed: returns what `forward` has kept of rows with room for more than arrived, for those that arrived, given
+            their descriptor: checkpoints compare the shapes of repeated passes. With it, and without a capacity, the
+            experts are launched before the host knows how many rows arrive. There may be room for fewer than
+            `expert_offsets` says: then kernels must leave out what does not fit, and `forward` is called again. None:
+            the host waits for the number of rows first.
         checked: the caller has checked tokens, ids and weights.
     """
 
@@ -136,7 +137,7 @@ class MoEBlock:
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
     keeps_arrivals: Callable[[Params], bool] = _keeps_none
-    ahead: bool = False
+    narrowed: Callable[[Any, EPAllToAllLayoutDesc], Any] | None = None
     checked: bool = False
 
     def __call__(
@@ -165,35 +166,34 @@ class MoEBlock:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
-            given, ahead = (x, topk_idx, topk_weights), self.ahead and not keep
             keeps = keep and self.keeps_arrivals(params)
             with self.layer.context.keeping_rows() if keeps else nullcontext():
-                rows, row_weights, desc, settle = self._dispatch(given, self.before(params), ahead)
-                y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
-            # The host waits for the counts here, where the GPU has work.
-            again = None if settle is None else settle()
-            if again is not None:
-                del rows, y, saved
-                rows, row_weights, desc, _ = again
-                y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
-            return self.layer.combine(y, desc), desc, saved
+                found = self._dispatch((x, topk_idx, topk_weights), self.before(params))
+                y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
+                if found.settle is not None:
+                    # The host waits for the counts here, where the GPU has work.
+                    again, found = found.settle()
+                    if again:
+                        del y, saved
+                        y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
+                    else:
+                        y = y[: found.desc.num_recv_rows]
+                        saved = self.narrowed(saved, found.desc) if keep and self.narrowed is not None else saved
+            return self.layer.combine(y, found.desc), found.desc, saved
 
     def _dispatch(
-        self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Callable[[], None] | None, ahead: bool
+        self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Callable[[], None] | None
     ) -> Ahead:
-        """Results as of `layer.dispatch_ahead`.
-
-        work: of the experts, which needs no rows; None: none. ahead: the counts may be read after the experts' work.
-        """
+        """Results as of `layer.dispatch_ahead`. work: of the experts, which needs no rows; None: none."""
         if work is None:
-            return self.layer.dispatch_ahead(*given, self.landing, ahead, self.checked)
+            return self.layer.dispatch_ahead(*given, self.landing, self.narrowed is not None, self.checked)
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)
         *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
         arrived.current_stream_wait()
         rows, row_weights, desc = found
-        return Ahead(rows, row_weights, desc, None)
+        return Ahead(rows, row_weights, desc)
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call the experts. If they raise, report the failure to the other ranks, which will wait for this one."""

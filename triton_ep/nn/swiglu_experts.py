@@ -257,8 +257,8 @@ class SwiGLUExperts(nn.Module):
         block = ExpertBlock(self.prepared, self._settings(aligned=True), taker_of_arrivals(over.layer))
         experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        use, before, keeps = over.use, experts.before, experts.keeps_arrivals
-        return MoEBlock(over.layer, experts, landing, landing, use, before, keeps, ahead=True, checked=checked)
+        calls = (over.use, experts.before, experts.keeps_arrivals, block.narrowed)
+        return MoEBlock(over.layer, experts, landing, landing, *calls, checked)
 
     def low_latency_pass(
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Params
