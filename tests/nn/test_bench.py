@@ -67,12 +67,13 @@ def test_every_provider_in_one_run(run_ranks: Callable[..., Any], backend: str) 
     collectives and to the products."""
     if backend != "host":
         pytest.skip("the providers of a CPU: on GPUs the benchmark itself runs")
-    words = ["--payload", "bf16,mxfp8", "--backward", "--refresh-weights", "--capacity", "static"]
+    words = ["--payload", "bf16,mxfp8", "--backward", "--refresh-weights", "--main-grad", "--capacity", "static"]
     settings = _settings(*words, "--experts", "2", "--provider", "triton_ep,nccl,gemm-only,deep_ep")
     found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
     ops = ["moe_layer_fwd", "moe_layer_step", "moe_layer_fwd_refresh", "moe_layer_step_refresh"]
+    ops.append("moe_layer_step_main_grad")
     assert [row["op"] for row in found] == ops * 5
-    assert [row["provider"] for row in found[::4]] == ["triton_ep", "gloo", "gemm-only", "deep_ep", "triton_ep"]
+    assert [row["provider"] for row in found[::5]] == ["triton_ep", "gloo", "gemm-only", "deep_ep", "triton_ep"]
     assert {row["skip_reason"] for row in found if row["provider"] == "deep_ep"} == {"deep_ep is not installed."}
     for row in found:
         if row["provider"] in ("triton_ep", "gloo"):
@@ -82,12 +83,33 @@ def test_every_provider_in_one_run(run_ranks: Callable[..., Any], backend: str) 
             assert row["error_db"] == ""
         assert row["peak_mib"] == "", "of the GPU's memory"
     here = tables.moe_table(found)
-    assert "x nccl" not in here[2] and len(here) == 3 + len(found) - 4, "on the CPU nothing is compared"
+    assert "x nccl" not in here[2] and len(here) == 3 + len(found) - 5, "on the CPU nothing is compared"
     table = tables.moe_table([{**row, "gpu": "H200"} for row in found])
     assert "x nccl" in table[2] and len(table) == len(here)
     us = {row["op"]: float(row["median_us"]) for row in found if row["provider"] == "gloo"}
     mine = next(row for row in found if row["op"] == "moe_layer_step_refresh")
     assert f"{float(mine['median_us']) / us['moe_layer_step']:.3f}" in table[6]
+
+
+def _added(rank: int, nodes: int, ranks_per_node: int) -> None:
+    settings = _settings("--main-grad", "--provider", "triton_ep,nccl")
+    job = Job(settings, settings.shapes[0], Place(rank, 2, 2, current_heap().device, {}))
+    for case in settings.cases():
+        with moe_providers.make_moe_provider(job, case) as provider:
+            measured = moe._Run(job, case, provider)
+            grads = measured.step(0)[3:]
+            with measured.main_grads():
+                for _ in range(2):
+                    assert len(measured.step_main_grad(0)) == 3
+                found = [parameter.main_grad for parameter in provider.parameters]
+            assert not any(hasattr(parameter, "main_grad") for parameter in provider.parameters)
+            pairs = [(mine, 2 * grad.float()) for mine, grad in zip(found, grads, strict=True)]
+            assert moe_providers.decibel(pairs) > 45, case.provider
+
+
+def test_gradients_are_added_to_main_grad(run_ranks: Callable[..., Any]) -> None:
+    """By the kernels or after them, once per step; but for rounding they are those of a step."""
+    run_ranks(_added, 1, 2)
 
 
 def _dropped(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -259,7 +281,7 @@ def test_decoding_has_its_bound(run_ranks: Callable[..., Any]) -> None:
     ratio = float(found[2]["median_us"]) / float(found[0]["median_us"])
     assert f"{ratio:.3f}" in table[5] and found[2]["floor_ratio"] in table[5]
     assert "x bf16" not in tables.moe_table(found)[2]
-    for words in (["--backward"], ["--capacity", "exact"], ["--refresh-weights"]):
+    for words in (["--backward"], ["--capacity", "exact"], ["--refresh-weights"], ["--main-grad"]):
         with pytest.raises(ConfigError):
             _settings("--low-latency", *words)
 

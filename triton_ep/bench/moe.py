@@ -1,7 +1,9 @@
 """A MoE layer after its router, and a training step of it: checked against dense experts, then timed.
 
 A step is a forward pass and the gradients of the tokens and of this rank's experts. With --refresh-weights both are
-timed once more with weights that change before each call, so that prepared copies of weights are built again.
+timed once more with weights that change before each call, so that prepared copies of weights are built again. With
+--main-grad a step is timed that adds the experts' gradients to float32 `main_grad`: `triton_ep` in its kernels, others
+after the backward pass.
 
 Decoding (--low-latency) is a forward pass of few tokens. Its bound is the time of dispatch and combine without experts,
 also measured here, plus the time to read the weights of the experts with rows at 4 TB/s.
@@ -9,10 +11,11 @@ also measured here, plus the time to read the weights of the experts with rows a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +63,31 @@ class _Run:
         leaves = [x.detach().requires_grad_(), self.weights.detach().requires_grad_()]
         y = self.provider.forward(leaves[0], idx, leaves[1])
         return y, *torch.autograd.grad(y, [*leaves, *self.provider.parameters], self.grad)
+
+    @contextlib.contextmanager
+    def main_grads(self) -> Iterator[None]:
+        """Give the parameters a float32 `main_grad` inside."""
+        for parameter in self.provider.parameters:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for parameter in self.provider.parameters:
+                del parameter.main_grad  # type: ignore[attr-defined]
+
+    def step_main_grad(self, number: int) -> tuple[torch.Tensor, ...]:
+        """y, then the gradients of x and of the router's weights; those of the parameters are added to `main_grad`."""
+        if isinstance(self.provider, GemmOnly):
+            return self.step(number)
+        x, idx = self.job.inputs[number % len(self.job.inputs)]
+        leaves = [x.detach().requires_grad_(), self.weights.detach().requires_grad_()]
+        y, parameters = self.provider.forward(leaves[0], idx, leaves[1]), self.provider.parameters
+        # `triton_ep` has added those of the parameters, and returns None for them.
+        found = torch.autograd.grad(y, [*leaves, *parameters], self.grad, allow_unused=True)
+        for parameter, grad in zip(parameters, found[2:], strict=True):
+            if grad is not None:
+                parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
+        return y, *found[:2]
 
     def check(self, backward: bool) -> tuple[float | None, float | None]:
         """Signal-to-noise ratio of y and of dx, over a few tokens of every input; worst rank. Collective.
@@ -183,15 +211,17 @@ def measure_moe(job: Job, case: Case) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     with make_moe_provider(job, case) as provider:
         run = _Run(job, case, provider)
-        errors = run.check(s.backward)
+        errors = run.check(s.backward or s.main_grad)
         calls: dict[str, tuple[Callable[[int], object], int, float | None]] = {
             "moe_layer_fwd": (run.forward, 0, errors[0]),
             "moe_layer_step": (run.step, len(provider.parameters), errors[1]),
+            "moe_layer_step_main_grad": (run.step_main_grad, 0, errors[1]),
             "moe_layer_decode": (run.forward, 0, errors[0]),
         }
         for op in s.ops:
             call, num_gradients, error = calls[op.removesuffix("_refresh")]
-            measured = run.measure(call, num_gradients, op.endswith("_refresh"))
+            with run.main_grads() if op.endswith("_main_grad") else contextlib.nullcontext():
+                measured = run.measure(call, num_gradients, op.endswith("_refresh"))
             least = run.least_us() if s.decode else None
             found[op] = dataclasses.replace(measured, error_db=error, floor_us=least)
     return found

@@ -89,6 +89,7 @@ class Settings:
         graph: the layer's calls are captured in a CUDA graph.
         backward: `moe-layer` measures a training step as well.
         refresh_weights: `moe-layer` also measures both with weights that change before each call.
+        main_grad: `moe-layer` also measures a training step that adds gradients of weights to float32.
         precisions: precisions of products of MXFP8 rows in `moe-layer`.
         few_tokens: `host` measures a low-latency layer.
         sm_budget: budget of the layer; None: no budget.
@@ -123,6 +124,7 @@ class Settings:
     stages: bool
     plot: str | None
     timeline: str | None
+    main_grad: bool = False
     few_tokens: bool = False
     sm_budget: int | None = None
     copy_engines: bool = False
@@ -133,7 +135,8 @@ class Settings:
         if self.decode:
             return ("moe_layer_decode",)
         ops = _OPS[self.command] + (("moe_layer_step",) if self.backward else ())
-        return ops + tuple(f"{op}_refresh" for op in ops if self.refresh_weights)
+        refreshed = tuple(f"{op}_refresh" for op in ops if self.refresh_weights)
+        return ops + refreshed + (("moe_layer_step_main_grad",) if self.main_grad else ())
 
     @property
     def capacity(self) -> str:
@@ -210,7 +213,7 @@ class Settings:
             raise ConfigError(f"{COMPACT} sends rows as dispatch_compact does; {self.command} has no such rows.")
         if self.low_latency and self.capacities != ("static",):
             raise ConfigError("low latency needs --capacity static.")
-        if self.decode and (self.backward or self.refresh_weights):
+        if self.decode and (self.backward or self.refresh_weights or self.main_grad):
             raise ConfigError("--low-latency measures decoding, which has no backward pass and no changed weights.")
         if self.graph and self.capacities != ("static",):
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")

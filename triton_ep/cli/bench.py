@@ -115,6 +115,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
     if moe:
         group.add_argument("--backward", action="store_true", help="measure a training step as well")
+        text = "measure a step that adds gradients of weights to float32, as Megatron-Core does, as well"
+        group.add_argument("--main-grad", action="store_true", help=text)
         text = "decoding: 128 tokens by default, a low-latency exchange, in a CUDA graph"
         group.add_argument("--low-latency", action="store_true", help=text)
         group.add_argument("--refresh-weights", action="store_true", help="measure just-changed weights as well")
@@ -223,6 +225,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         local_combine=a.enable_local_combine,
         backward=command == "moe-layer" and a.backward,
         refresh_weights=command == "moe-layer" and a.refresh_weights,
+        main_grad=command == "moe-layer" and a.main_grad,
         few_tokens=few_tokens,
         sm_budget=getattr(a, "sm_budget", None),
         copy_engines=getattr(a, "copy_engines", False),
