@@ -11,8 +11,8 @@ Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J], possibly a view 
               ACCUMULATE float32. All but float32 through descriptors, which clip boxes at I and J. Segments hold
               multiples of BLOCK_R rows, so that no box reaches into the next segment; they may start anywhere. Padding
               at the end of a segment is zero in x or in y, and finite in the other; steps of padding alone are skipped.
-Memory order  The copy engine reads and writes boxes; the kernels follow each other on one stream. One program adds to
-              an element of out, once, so that sums have a fixed order.
+Memory order  The copy engine reads and writes boxes, the program itself float32 values; the kernels follow each other
+              on one stream. One program adds to an element of out, once, so that sums have a fixed order.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
 """

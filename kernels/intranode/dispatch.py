@@ -311,23 +311,23 @@ def _copy_tiles(
             if tl.max(copies[k]) >= 0:
                 store_staged_tile(out, copies[k], words, h, HAS_SCALES)
         if landing.KEEP_ROWS:
-            offs = h + tl.arange(0, tile.BLOCK_H)[None, :]
-            kept = landing.kept_ptr.to(tl.pointer_type(WORD)) + row.to(tl.int64)[:, None] * out.row_words + offs
-            store_landed(kept, words[0], here[:, None] & (offs < out.row_words))
+            kept_ptr = landing.kept_ptr.to(tl.pointer_type(WORD))
+            kept = Output(kept_ptr, out.recv_scale_ptr, out.recv_weights_ptr, out.row_words)
+            store_staged_tile(kept, tl.where(here, row, -1), words, h, False)
 
 
 @triton.jit
 def _land_tiles(
     out,  # words are int32 or int64, one per four elements
-    source_ptr,  # this and the next three as in `_copy_tiles`
+    source_ptr,  # this, `copies` and `here` as in `_copy_tiles`
     copies,
-    row,
+    row,  # [ROWS] rows of the source
     here,
     LANDING: tl.constexpr,
     tile,
 ):
-    """Convert MXFP8 rows, and store them to the output rows of their assignments. Returns each row's largest
-    scale byte."""
+    """Convert MXFP8 rows, and store them to the output rows of their assignments. Returns each row's largest scale
+    byte."""
     BLOCKS: tl.constexpr = tile.BLOCK_H // BLOCK_WORDS
     row_words = out.row_words
     row_ptrs, scale_ptrs = staged_rows(source_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)

@@ -102,8 +102,8 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
                 desc = layer.dispatch(work.x, work.topk_idx, w.detach(), landing=landing)[2]
                 layer.dispatch_again(work.x, desc, landing=landing)
             if layer.config.payload is None and layer.config.enable_local_combine and not layer.config.copy_engines:
-                with layer.context.keeping_rows():  # as in a forward pass of MoE
-                    layer.dispatch(work.x, work.topk_idx, w.detach())
+                # as in a forward pass of MoE
+                layer.dispatch_ahead(work.x, work.topk_idx, w.detach(), None, later=False, keep_rows=True)
             uses = layers.LayerCalls(landing=landings)
     _assert_named(found, layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses))
 

@@ -1,6 +1,5 @@
 """Rows that a rank sends to itself are laid out from the caller's memory, not staged, unless they could change."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -61,10 +60,14 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
             _all_ranks_meet(layer)
             _staged_rows(layer).fill_(_UNTOUCHED)
             _all_ranks_meet(layer)
-            keeps = way == "kept" and case.payload is None
-            with layer.context.keeping_rows() if keeps else contextlib.nullcontext():
+            kept = None
+            if way == "kept" and case.payload is None:
+                device, mine = layer.context.device, works[rank]
+                given = [each.to(device) for each in (mine.x, mine.topk_idx, mine.topk_weights)]
+                *found, kept, _ = layer.dispatch_ahead(*given, None, later=False, keep_rows=True)
+                assert kept is not None
+            else:
                 found = start_dispatch(layer, case, works, **({"return_recv_hook": True} if way == "hook" else {}))
-                kept = layer.context.take_kept_rows() if keeps else None
             if way == "hook":
                 *found, receive = found
                 receive()

@@ -68,12 +68,12 @@ class _Run:
     def main_grads(self) -> Iterator[None]:
         """Give the parameters a float32 `main_grad` inside."""
         for parameter in self.provider.parameters:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            vars(parameter)["main_grad"] = torch.zeros_like(parameter, dtype=torch.float32)
         try:
             yield
         finally:
             for parameter in self.provider.parameters:
-                del parameter.main_grad  # type: ignore[attr-defined]
+                del vars(parameter)["main_grad"]
 
     def step_main_grad(self, number: int) -> tuple[torch.Tensor, ...]:
         """y, then the gradients of x and of the router's weights; those of the parameters are added to `main_grad`."""
@@ -86,7 +86,7 @@ class _Run:
         found = torch.autograd.grad(y, [*leaves, *parameters], self.grad, allow_unused=True)
         for parameter, grad in zip(parameters, found[2:], strict=True):
             if grad is not None:
-                parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
+                vars(parameter)["main_grad"].add_(grad)
         return y, *found[:2]
 
     def check(self, backward: bool) -> tuple[float | None, float | None]:

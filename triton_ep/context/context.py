@@ -54,6 +54,13 @@ _OF_ONE_RANK = (AotArchMismatch, AotCorrupted, AotMiss, LaunchError)
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
+def first_rows(x: torch.Tensor, num: int) -> torch.Tensor:
+    """The first rows, to be kept: in memory of their own if the others would waste too much."""
+    if x.shape[0] == num:
+        return x
+    return x[:num] if x.shape[0] <= MOST_WASTED * num else x[:num].clone()
+
+
 def reports_failure(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
     """Decorator for parts of a collective call: an exception in the middle of the call marks the layer as failed.
 
@@ -101,8 +108,6 @@ class DispatchCombineContext:
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
         self.beside_products = False  # combines made now leave room for products that compute gradients of weights
-        self.keeps_rows = False  # dispatches made now keep their rows as they arrive
-        self.kept_rows: torch.Tensor | None = None
         self._rows_before: dict[tuple[str, int], int] = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
@@ -372,22 +377,6 @@ class DispatchCombineContext:
             yield
         finally:
             self.beside_products = before
-
-    @contextlib.contextmanager
-    def keeping_rows(self) -> Iterator[None]:
-        """Let expert-major dispatches inside, of rows without a payload, keep each row as it arrives, once, in memory
-        of its own; `take_kept_rows` has them until the end."""
-        before, self.keeps_rows = self.keeps_rows, True
-        try:
-            yield
-        finally:
-            self.keeps_rows, self.kept_rows = before, None
-
-    def take_kept_rows(self) -> torch.Tensor:
-        """[C, H]: the rows that the latest dispatch kept, by their places in the staging buffer. Once."""
-        rows, self.kept_rows = self.kept_rows, None
-        assert rows is not None, "only after a dispatch inside `keeping_rows`"
-        return rows
 
     # --- what the device reports --------------------------------------------------------------------------
 

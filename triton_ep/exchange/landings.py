@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext, first_rows
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.layout import Sizes
@@ -90,6 +90,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
     Attributes:
         kind: `landing` of `EPAll2AllLayer.dispatch`.
         keep_copies: return the output rows of each staging row, even if combine does not need them.
+        keep_rows: return the staging rows, too, in memory of their own; only without a payload.
     """
 
     deduplicated = False
@@ -97,6 +98,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
     kind: str | None = None
     keep_copies: bool = False
+    keep_rows: bool = False
     laid: Laid = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,24 +123,23 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> dispatch_ops.Received:
-        """Allocate rows; weights if there are some; output rows of staging rows if needed."""
-        return dispatch_ops.make_received(
-            ctx, fmt, arrivals.num_rows, arrivals.num_staged, has_weights, self.keep_copies, self.kind
-        )
+        """Allocate rows; weights if there are some; output rows of staging rows, and these, if needed."""
+        numbers, kind = (arrivals.num_rows, arrivals.num_staged), self.kind
+        return dispatch_ops.make_received(ctx, fmt, *numbers, has_weights, self.keep_copies, kind, self.keep_rows)
 
     def room_ahead(self, ctx: DispatchCombineContext, num_rows: int) -> Arrivals:
         """All staging rows: the table of their output rows is short."""
         return Arrivals(num_rows, ctx.sizes.arrival_rows, None)
 
     def narrow(self, received: dispatch_ops.Received, arrivals: Arrivals) -> dispatch_ops.Received:
-        """The first rows, and the first lines of the table."""
+        """The first rows, the first lines of the table, and the first staging rows, which are kept for long."""
         (data, scale), weights, copies, kept = received
         rows, staged = arrivals.num_rows, arrivals.num_staged
         return dispatch_ops.Received(
             Rows(data[:rows], None if scale is None else scale[:rows]),
             None if weights is None else weights[:rows],
             None if copies is None else copies[:staged],
-            None if kept is None else kept[:staged],
+            None if kept is None else first_rows(kept, staged),
         )
 
     def receive(
@@ -165,7 +166,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
     def ahead(self, sent: Sent[dispatch_ops.Received], config: EPConfig) -> Ahead:
         """The results of a dispatch whose counts the host may not have read."""
         received, late = sent.received, sent.settle
-        made = Ahead(self.output(received.x, config), received.weights, sent.desc)
+        made = Ahead(self.output(received.x, config), received.weights, sent.desc, received.kept)
         if late is None:
             return made
 
@@ -178,6 +179,8 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 """Expert-major landings by the `landing` of a dispatch."""
+KEEPING = ExpertMajor(keep_rows=True)
+"""The expert-major landing for a backward pass that lays the rows out again."""
 WITH_COPIES = ExpertMajor(keep_copies=True)
 """The expert-major landing of integrations, whose handles describe the rows."""
 
@@ -252,6 +255,7 @@ class Ahead(NamedTuple):
 
     Attributes:
         rows, weights, desc: as of `dispatch`; rows from `desc.expert_offsets[-1]` on are undefined.
+        kept: [C, H], each row as it arrived, once, by its place in the staging buffer; None: not kept.
         settle: to be called once, before `combine`: waits for the counts and raises the errors of `dispatch`. Returns
             whether the room was too small, so that the work must be repeated, and the results of `dispatch`. None: the
             host has read the counts, or never does.
@@ -260,6 +264,7 @@ class Ahead(NamedTuple):
     rows: Any
     weights: Any
     desc: EPAllToAllLayoutDesc
+    kept: torch.Tensor | None = None
     settle: Callable[[], tuple[bool, Ahead]] | None = None
 
 

@@ -215,8 +215,6 @@ class Flight(Generic[Received]):
     def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:
         """The dispatch as `dispatch` returns it."""
         cfg, deduplicated = self.ctx.config, self.landing.deduplicated
-        if isinstance(received, dispatch_ops.Received):
-            self.ctx.kept_rows = received.kept
         desc = EPAllToAllLayoutDesc(
             num_dispatch_token_cur_rank=self.rows.data.shape[0],
             num_recv_rows=arrivals.num_rows,

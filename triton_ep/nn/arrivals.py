@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context.context import MOST_WASTED
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.kernels.device.codes import REPORT_ARRIVALS, REPORT_WORDS
-from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.arrivals import expand_arrivals, expand_arrivals_beside
 
 _COPIES = 2
@@ -35,12 +33,6 @@ class Arrived(NamedTuple):
 
     rows: torch.Tensor
     rank: int
-
-    def narrowed(self, desc: EPAllToAllLayoutDesc) -> Arrived:
-        """Without room for more rows than arrived."""
-        copies = desc.skipped_token_topk_mapping_indices
-        assert copies is not None, "kept with local combine only"
-        return Arrived(first_rows(self.rows, copies.shape[0]), self.rank)
 
     def expand(self, desc: EPAllToAllLayoutDesc, columns: slice) -> torch.Tensor:
         """[R, W] bf16: these columns of the rows of this dispatch, bit for bit, except rows past the last segment."""
@@ -66,11 +58,6 @@ class Arrived(NamedTuple):
         )
 
 
-def first_rows(x: torch.Tensor, num: int) -> torch.Tensor:
-    """The first rows, to be kept: in memory of their own if the others would waste too much."""
-    return x[:num] if len(x) <= MOST_WASTED * num else x[:num].clone()
-
-
 def keeps_arrivals(config: EPConfig) -> bool:
     """True if rows are bf16, at most half as many arrive as are expanded, and the table of their expansion is kept.
 
@@ -82,11 +69,6 @@ def keeps_arrivals(config: EPConfig) -> bool:
     return fits and config.token_dtype == torch.bfloat16 and _COPIES * config.world_size * config.max_tokens <= rows
 
 
-def take_arrivals(layer: EPAll2AllLayer) -> Arrived:
-    """The rows that the latest dispatch of this layer has kept (`DispatchCombineContext.keeping_rows`)."""
-    return Arrived(layer.context.take_kept_rows(), layer.context.config.rank)
-
-
-def taker_of_arrivals(layer: EPAll2AllLayer) -> partial[Arrived] | None:
-    """`take_arrivals` of this layer, or None if the expanded rows themselves are kept."""
-    return partial(take_arrivals, layer) if keeps_arrivals(layer.config) else None
+def maker_of_arrivals(config: EPConfig) -> partial[Arrived] | None:
+    """Makes `Arrived` from the rows that a dispatch has kept; None if the expanded rows themselves are kept."""
+    return partial(Arrived, rank=config.rank) if keeps_arrivals(config) else None

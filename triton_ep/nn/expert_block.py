@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from triton_ep.context.context import first_rows
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import current_stream
 from triton_ep.distributed.dtensors import PLAIN_TENSORS
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.exchange.landings import Ahead
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.nn.arrivals import Arrived, first_rows
+from triton_ep.nn.arrivals import Arrived
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
@@ -142,8 +144,8 @@ class ExpertBlock:
 
     Attributes:
         prepared, settings: as of `expert_block`.
-        take_arrivals: returns the received rows that the latest dispatch has kept, to be saved instead of its
-            expert-major rows. None: save the latter.
+        arrived: makes what is saved instead of expert-major rows from those that the dispatch has kept. None: save the
+            former.
 
     Raises:
         InputError: prepared weights without a precision, or a precision without prepared weights.
@@ -151,7 +153,7 @@ class ExpertBlock:
 
     prepared: PreparedWeights | None
     settings: ExpertSettings
-    take_arrivals: Callable[[], Arrived] | None = None
+    arrived: Callable[[torch.Tensor], Arrived] | None = None
 
     def __post_init__(self) -> None:
         """Check that prepared weights and precision go together."""
@@ -177,7 +179,7 @@ class ExpertBlock:
 
     def keeps_arrivals(self, params: Params) -> bool:
         """Whether a pass that is kept takes the rows that its dispatch has kept."""
-        return self.take_arrivals is not None and _needs_rows(params)
+        return self.arrived is not None and _needs_rows(params)
 
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
@@ -185,20 +187,15 @@ class ExpertBlock:
         """As `run`, for rows that a dispatch delivered; overwrites them if nothing needs them."""
         tiles = _tiles(desc) if keep else desc.tiles
         wanted = keep and _needs_rows(params)
-        arrivals = self.take_arrivals if wanted else None
-        overwrite = not wanted or arrivals is not None
+        overwrite = not wanted or self.arrived is not None
         offs = desc.expert_offsets
-        y, saved = self.run(rows, row_weights, params, offs, tiles, keep=keep, overwrite=overwrite, checked=True)
-        if arrivals is not None:
-            saved["rows"] = arrivals()
-        return y, saved
+        return self.run(rows, row_weights, params, offs, tiles, keep=keep, overwrite=overwrite, checked=True)
 
-    @staticmethod
-    def narrowed(saved: Saved, desc: EPAllToAllLayoutDesc) -> Saved:
+    def kept(self, saved: Saved, found: Ahead) -> Saved:
         """What `forward` has kept, of the rows that arrived."""
-        num, rows = desc.num_recv_rows, saved["rows"]
-        if isinstance(rows, Arrived):
-            rows = rows.narrowed(desc)
+        num, rows = found.desc.num_recv_rows, saved["rows"]
+        if self.arrived is not None and found.kept is not None:
+            rows = self.arrived(found.kept)
         elif isinstance(rows, RowScaled):
             rows = RowScaled.made(first_rows(rows.qdata, num), first_rows(rows.scale, num))
         elif rows is not None:

@@ -117,7 +117,7 @@ class JoinedExperts:
 
     def keeps_arrivals(self, params: Params) -> bool:
         """As the experts have it, of the joined parameters."""
-        takes = self.experts.take_arrivals is not None
+        takes = self.experts.arrived is not None
         return takes and self.owner.joined_needs([each.requires_grad for each in _all(params)])[0]
 
     def forward(

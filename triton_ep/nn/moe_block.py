@@ -120,10 +120,9 @@ class MoEBlock:
         grad_landing: form of the gradients of their results.
         turn: context manager around each pass, given its name; may refuse the pass.
         before: returns work of the experts that needs no rows, or None; it overlaps the dispatch of a forward pass.
-        keeps_arrivals: whether the experts take the rows that the dispatch of a pass that is kept has kept
-            (`DispatchCombineContext.keeping_rows`).
-        narrowed: returns what `forward` has kept of rows with room for more than arrived, for those that arrived, given
-            their descriptor: checkpoints compare the shapes of repeated passes. With it, and without a capacity, the
+        keeps_arrivals: whether a pass that is kept takes the rows as they arrived (`Ahead.kept`).
+        kept: returns what a pass keeps, from what `forward` has kept and the results of the dispatch: of the rows that
+            arrived, because checkpoints compare the shapes of repeated passes. With it, and without a capacity, the
             experts are launched before the host knows how many rows arrive. There may be room for fewer than
             `expert_offsets` says: then kernels must leave out what does not fit, and `forward` is called again. None:
             the host waits for the number of rows first.
@@ -137,7 +136,7 @@ class MoEBlock:
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
     before: Callable[[Params], Callable[[], None] | None] = _no_work
     keeps_arrivals: Callable[[Params], bool] = _keeps_none
-    narrowed: Callable[[Any, EPAllToAllLayoutDesc], Any] | None = None
+    kept: Callable[[Any, Ahead], Any] | None = None
     checked: bool = False
 
     def __call__(
@@ -167,26 +166,33 @@ class MoEBlock:
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
             keeps = keep and self.keeps_arrivals(params)
-            with self.layer.context.keeping_rows() if keeps else nullcontext():
-                found = self._dispatch((x, topk_idx, topk_weights), self.before(params))
-                y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
-                if found.settle is not None:
-                    # The host waits for the counts here, where the GPU has work.
-                    again, found = found.settle()
-                    if again:
-                        del y, saved
-                        y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
-                    else:
-                        y = y[: found.desc.num_recv_rows]
-                        saved = self.narrowed(saved, found.desc) if keep and self.narrowed is not None else saved
+            found = self._dispatch((x, topk_idx, topk_weights), self.before(params), keeps)
+            y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
+            if found.settle is not None:
+                # The host waits for the counts here, where the GPU has work.
+                again, found = found.settle()
+                if again:
+                    del y, saved
+                    y, saved = self._of_experts(self.experts.forward, *found[:2], params, found.desc, keep)
+                else:
+                    y = y[: found.desc.num_recv_rows]
+            if keep and self.kept is not None:
+                saved = self.kept(saved, found)
             return self.layer.combine(y, found.desc), found.desc, saved
 
     def _dispatch(
-        self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Callable[[], None] | None
+        self,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        work: Callable[[], None] | None,
+        keeps: bool,
     ) -> Ahead:
-        """Results as of `layer.dispatch_ahead`. work: of the experts, which needs no rows; None: none."""
+        """Results as of `layer.dispatch_ahead`.
+
+        work: of the experts, which needs no rows; None: none. keeps: keep the rows as they arrive.
+        """
         if work is None:
-            return self.layer.dispatch_ahead(*given, self.landing, self.narrowed is not None, self.checked)
+            return self.layer.dispatch_ahead(*given, self.landing, self.kept is not None, self.checked, keeps)
+        assert not keeps, "bf16 weights, whose rows may be kept so, are not prepared"
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)

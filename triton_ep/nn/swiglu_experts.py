@@ -14,7 +14,7 @@ from triton_ep.distributed.dtensors import is_dtensor, local_part
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn import operations
-from triton_ep.nn.arrivals import taker_of_arrivals
+from triton_ep.nn.arrivals import maker_of_arrivals
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined, JoinedExperts
@@ -254,10 +254,10 @@ class SwiGLUExperts(nn.Module):
 
         checked: as of `MoEBlock`.
         """
-        block = ExpertBlock(self.prepared, self._settings(aligned=True), taker_of_arrivals(over.layer))
+        block = ExpertBlock(self.prepared, self._settings(aligned=True), maker_of_arrivals(over.layer.config))
         experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        calls = (over.use, experts.before, experts.keeps_arrivals, block.narrowed)
+        calls = (over.use, experts.before, experts.keeps_arrivals, block.kept)
         return MoEBlock(over.layer, experts, landing, landing, *calls, checked)
 
     def low_latency_pass(

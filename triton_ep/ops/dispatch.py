@@ -179,11 +179,12 @@ def make_received(
     has_weights: bool,
     keep_copies: bool,
     landing: str | None,
+    keep_rows: bool = False,
 ) -> Received:
     """Allocate `num_rows` output rows for `num_arrivals` staging rows.
 
     keep_copies: keep the output rows of staging rows even if combine does not need them.
-    landing: as in `EPAll2AllLayer.dispatch`.
+    landing: as in `EPAll2AllLayer.dispatch`. keep_rows: keep the staging rows themselves; only without a payload.
     """
     cfg = ctx.config
     weights = None
@@ -193,7 +194,7 @@ def make_received(
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
     kept = None
-    if ctx.keeps_rows:
+    if keep_rows:
         # A row that arrives has an output row; if there is no room for those, nothing is copied.
         kept = torch.empty(min(num_arrivals, num_rows), fmt.hidden, dtype=fmt.dtype, device=ctx.device)
     return Received(_make_rows(fmt, ctx.device, num_rows, landing), weights, copy_rows, kept)
