@@ -29,15 +29,7 @@ from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
 from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched
-from triton_ep.exchange.landings import (
-    EXPERT_MAJOR,
-    KEEPING,
-    Ahead,
-    CompactRows,
-    Deduplicated,
-    ExpertMajor,
-    compact_rows,
-)
+from triton_ep.exchange.landings import EXPERT_MAJOR, Ahead, CompactRows, Deduplicated, ExpertMajor, compact_rows
 from triton_ep.exchange.ranges import call_range
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
@@ -485,20 +477,17 @@ class EPAll2AllLayer:
     ) -> Ahead:
         """`dispatch` for callers that launch work on the rows before the host knows how many arrive. No low latency.
 
-        Without a capacity, `dispatch` waits for that number, as this does unless `later`. Then the rows may have room
-        for more than arrive, by experience of the previous dispatch, as with a capacity. If more arrive than there is
-        room for, or another rank refuses its arguments, no row is written, and the work is lost: see `Ahead.settle`,
-        until which `input` must not change. checked: the arguments are known to fit. keep_rows: keep the rows as they
-        arrive, too; for layers without a payload.
+        later: without a capacity do not wait for this number; rows have room for some more than lately. If more come,
+        or another rank refuses its arguments, no row is written, and the work is lost (`Ahead.settle`, until which
+        `input` must not change). checked: arguments fit. keep_rows: keep rows as they arrive, too; without a payload.
         """
         if self.config.low_latency:
             raise ConfigError("dispatch_ahead is not for low-latency layers: call dispatch.")
         self._begin("dispatch", input, weight)
         with call_range("dispatch", self.context):
             request = self._requests.dispatch(PLAIN, landing, input, exp_indices, weight, None, checked)
-            kind = KEEPING if keep_rows else EXPERT_MAJOR[landing]
-            sent = steps.dispatch(self.context, request, kind, later=later)
-        return kind.ahead(sent, self.config)
+            kind = ExpertMajor(keep_rows=True) if keep_rows else EXPERT_MAJOR[landing]
+            return kind.ahead(steps.dispatch(self.context, request, kind, later=later), self.config)
 
     def dispatch_to_slabs(
         self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor | None, slabs: Rows, split: bool

@@ -179,8 +179,6 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
 
 EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 """Expert-major landings by the `landing` of a dispatch."""
-KEEPING = ExpertMajor(keep_rows=True)
-"""The expert-major landing for a backward pass that lays the rows out again."""
 WITH_COPIES = ExpertMajor(keep_copies=True)
 """The expert-major landing of integrations, whose handles describe the rows."""
 
