@@ -14,7 +14,8 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3; or copy engines
               do steps 2 and 3, after combine_begin, which is step 1, raises the own flags, which they send after the
               rows, or says that it waited in vain: device/overruns.py. This rank's own rows may then stay where they
-              are, and 4 reads them there)
+              are, and 4 reads them there. combine_await waits before 4, so that the programs of 4 take multiprocessors
+              from other kernels only when all rows are there)
               The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
               rows are not read (device/calls.py)
               4 pull, in steps of consecutive tokens: wait for the staged flags of all local ranks, as far as the next
@@ -217,6 +218,12 @@ def combine_begin_kernel(
         raise_for_copies(job, tag, stagers)
     else:  # the copies that follow cannot be held back
         post_overrun(job, stagers.LWP)
+
+
+@ep_kernel(num_warps=4)
+def combine_await_kernel(combine: Combine, job: Job, staged: Staged):
+    # The kernel that pulls rows looks again, and reports what is wrong.
+    wait_staged(job, staged, STEPS + tl.zeros([], tl.int32), combine_tag(job, combine))
 
 
 @ep_kernel(num_warps=1)

@@ -32,6 +32,7 @@ from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import copy_engines
+from triton_ep.runtime import launch
 
 OTHERS = tuple(case for case in CASES if not (case.shared_staging or case.low_latency))
 ON_CPU = {
@@ -181,6 +182,36 @@ def _check_which_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_which_rows_copy_engines_send(run_ranks, nodes, ranks_per_node):
     """Rows of all dispatches, and compact rows of combines whose counts the host has read."""
     run_ranks(_check_which_rows, nodes, ranks_per_node)
+
+
+def _check_launches(rank: int, nodes: int, ranks_per_node: int) -> None:
+    launched: list[str] = []
+    interpret = launch._interpret
+
+    def noting(kernel_spec: Any, *given: Any) -> None:
+        launched.append(kernel_spec.name)
+        interpret(kernel_spec, *given)
+
+    with make_layer(SIZES, rank, nodes, ranks_per_node, copy_engines=True) as layer:
+        x, ids, _ = _inputs(layer)
+        rows = layer.dispatch_compact(x, ids)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "_interpret", noting)
+            layer.combine(rows.x, rows.layout_desc)
+            assert launched == ["combine_begin_kernel", "combine_await_kernel", "combine_pull_kernel"]
+            del launched[:]
+            finish = layer.combine(rows.x, rows.layout_desc, return_recv_hook=True)[1]
+            assert launched == ["combine_begin_kernel"], "the first half of a split combine waits for rows"
+            finish()
+        layer.check()
+
+
+@pytest.mark.plain
+def test_a_combine_waits_for_rows_before_it_takes_multiprocessors(run_ranks, backend):
+    """One program waits; the kernel that sums is launched after it. Both belong to the receiving half."""
+    if backend != "host":
+        pytest.skip("only launches of CPU ranks all pass through one function")
+    run_ranks(_check_launches, 1, 2)
 
 
 def _check_late(rank: int, nodes: int, ranks_per_node: int, calls: int) -> None:

@@ -170,6 +170,19 @@ def test_sums_of_rows_that_copy_engines_sent_copy_ahead(ranks: int, part: Fracti
     assert exchange.pull(replace(shape, copy_engines=False), False, True, copies=1).constexprs["STAGES"] == 1
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_of_rows_that_have_arrived_take_all_places(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """They wait for no program, so they leave room for none; a budget limits them."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    shape = Shape(4096, 7168, 8, 256, ranks, ranks, copy_engines=True)
+    for budget in (None, 24, 200):
+        add = Program.declared(exchange.pull(replace(shape, budgeted=budget is not None), False, True, copies=1), 32)
+        config = EPConfig(4096, 7168, 8, 256, 0, ranks, ranks, num_sm=20, sm_budget=budget, copy_engines=True)
+        places = min(budget or H200, H200) * per_multiprocessor(add)
+        assert tuning.summing_programs(config, torch.device("cpu"), add) == places
+
+
 @pytest.mark.parametrize("hidden", [64, 1024, 4096, 7168])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [64, 4096])

@@ -218,7 +218,7 @@ def _grids(ctx: DispatchCombineContext, fmt: RowFormat, kind: _Kind) -> tuple[in
     # With several nodes, the first half of the steps has the rows whose sums cross the network.
     num_steps = turns if ctx.config.is_intra_node else max(turns, 2)
     if kind.by_engines:  # all rows arrive before the first is added
-        return publishing, summing_programs(ctx.config, ctx.device, publisher.declared, puller.declared), 1, 1, False
+        return publishing, summing_programs(ctx.config, ctx.device, puller.declared), 1, 1, False
     return publishing, pulling, num_steps, turns, overlapped
 
 
@@ -389,6 +389,10 @@ def _pull(
     """
     sizes = ctx.sizes
     bias, second = biases[0] if biases else out, biases[-1] if biases else out
+    if plan.kind.by_engines:
+        ctx.launcher(("await",), exchange.await_staged).launch(
+            1, placement_ptr=desc.placement, num_stage_programs=plan.programs, call=plan.call
+        )
     _puller(ctx, fmt, plan.kind, bool(biases), early).launch(
         plan.pulling,
         out_ptr=out,

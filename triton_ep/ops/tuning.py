@@ -253,13 +253,13 @@ def combining_beside(device: torch.device) -> Combining:
     return Combining(places * 7 // 11, places // 3, True)
 
 
-def summing_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program) -> int:
-    """Programs that sum rows that have all arrived; arguments as of `combining_programs`."""
+def summing_programs(config: EPConfig, device: torch.device, pull: Program) -> int:
+    """Programs that sum rows that have all arrived: as many as fit, since they wait for none. pull: as of
+    `combining_programs`."""
     if INTERPRETING:
         return exchange_programs(config.num_sm)
-    if config.sm_budget is None:
-        return sums_here(multiprocessors(device), publish, pull)
-    return max(in_budget(min(config.sm_budget, multiprocessors(device)), pull), 1)
+    places = multiprocessors(device)
+    return max(in_budget(min(config.sm_budget or places, places), pull), 1)
 
 
 def budgeted_combine(

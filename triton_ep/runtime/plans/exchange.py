@@ -405,6 +405,11 @@ def begin(s: Shape) -> Plan:
     return Plan("combine_begin_kernel", s.common("WP", "LWP", "MAX_PROGRAMS"))
 
 
+def await_staged(s: Shape) -> Plan:
+    """Wait until all ranks of this node have sent their rows."""
+    return Plan("combine_await_kernel", s.common("LWP", "MAX_PROGRAMS"))
+
+
 def free(s: Shape) -> Plan:
     """Wait until no rank reads the combine buffer."""
     return Plan("combine_free_kernel", s.common("WP"))

@@ -261,6 +261,7 @@ def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> It
         yield KernelRequest.of(exchange.free(s))
     elif s.copy_engines:
         yield KernelRequest.of(exchange.begin(s))
+        yield KernelRequest.of(exchange.await_staged(s))
 
 
 def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
