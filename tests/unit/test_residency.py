@@ -183,6 +183,26 @@ def test_sums_of_rows_that_have_arrived_take_all_places(monkeypatch: pytest.Monk
         assert tuning.summing_programs(config, torch.device("cpu"), add) == places
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_programs_that_lay_out_rows_of_copy_engines_leave_room(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Wherever those of two layers wait, the kernels of one of them that count and place rows fit on the GPU."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    config = EPConfig(4096, 7168, 8, 256, 0, ranks, ranks, num_sm=20, copy_engines=True)
+    shape = config.shape(0)
+    declared = Program.declared(compact.copy_out(shape, False, True, True, 1792), 1)
+    counts, places = (
+        Program.declared(plan, 8, 128) for plan in (exchange.splits(shape, False), exchange.place(shape, True, False))
+    )
+    for copy, least in ((declared, 2 * H200), (Program(1, 96, declared.shared_bytes), 3 * H200)):
+        fmt = cast(RowFormat, SimpleNamespace(grids={}, shape=shape, programs=lambda *names: ()))
+        ctx = cast(Any, SimpleNamespace(config=config, device=torch.device("cpu")))
+        programs = tuning.expanding_programs(ctx, fmt, cast(Any, _Launched(copy)), False, "compact")
+        assert programs >= least
+        for needed in (counts, places):
+            assert 2 * programs <= most_waiting(H200, copy, needed, 1)
+
+
 @pytest.mark.parametrize("hidden", [64, 1024, 4096, 7168])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [64, 4096])

@@ -39,6 +39,10 @@ _EXPANDING_BESIDE = 3
 _LAYERS = 2
 """Number of single-node layers that may dispatch or combine at the same time without a budget."""
 
+_COUNTING = Program(8, 128)
+"""The largest program of the kernels that count and place rows (kernels/internode/splits.py). One at a time is enough:
+they wait for programs of lower numbers only."""
+
 _PULL_SHARE = (1, 4)
 """Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
 
@@ -143,7 +147,13 @@ def expanding_programs(
             multiprocessors(ctx.device), sending, cfg.sm_budget, cfg.is_intra_node, overlapped, push.spread
         )
         senders = ("spread",) if push.spread else ("push", "send", "forward")
-        programs = grid.programs(expand.program, fmt.programs(*senders))
+        if cfg.copy_engines and laid == "compact" and cfg.sm_budget is None:
+            # Many for a short time take least from products of cuBLAS beside them: 396 and 528 add 110 us, 264 add 126
+            # to 131 (2 x H200; rows laid out for each of their experts add the same). What they wait for, copies, takes
+            # no multiprocessor, but the kernels before those copies do, on another rank or of another layer.
+            programs = max(most_waiting(multiprocessors(ctx.device), expand.program, _COUNTING, 1) // _LAYERS, 1)
+        else:
+            programs = grid.programs(expand.program, fmt.programs(*senders))
         fmt.grids[expand, overlapped] = Launcher.num_compiled, programs
     return int(programs)
 
@@ -256,10 +266,13 @@ def combining_beside(device: torch.device) -> Combining:
 def summing_programs(config: EPConfig, device: torch.device, pull: Program) -> int:
     """Programs that sum rows that have all arrived: as many as fit, since they wait for none. pull: as of
     `combining_programs`."""
-    if INTERPRETING:
-        return exchange_programs(config.num_sm)
+    return exchange_programs(config.num_sm) if INTERPRETING else filling(config, device, pull)
+
+
+def filling(config: EPConfig, device: torch.device, program: Program) -> int:
+    """Programs that fill the budget of a layer, or the GPU: all of them wait for nothing."""
     places = multiprocessors(device)
-    return max(in_budget(min(config.sm_budget or places, places), pull), 1)
+    return max(in_budget(min(config.sm_budget or places, places), program), 1)
 
 
 def budgeted_combine(
