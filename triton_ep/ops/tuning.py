@@ -266,13 +266,10 @@ def combining_beside(device: torch.device) -> Combining:
 def summing_programs(config: EPConfig, device: torch.device, pull: Program) -> int:
     """Programs that sum rows that have all arrived: as many as fit, since they wait for none. pull: as of
     `combining_programs`."""
-    return exchange_programs(config.num_sm) if INTERPRETING else filling(config, device, pull)
-
-
-def filling(config: EPConfig, device: torch.device, program: Program) -> int:
-    """Programs that fill the budget of a layer, or the GPU: all of them wait for nothing."""
+    if INTERPRETING:
+        return exchange_programs(config.num_sm)
     places = multiprocessors(device)
-    return max(in_budget(min(config.sm_budget or places, places), program), 1)
+    return max(in_budget(min(config.sm_budget or places, places), pull), 1)
 
 
 def budgeted_combine(
