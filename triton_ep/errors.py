@@ -4,6 +4,11 @@ All derive from `EPError`, so that one `except` catches every error that this pa
 Mistakes in arguments are also `ValueError`, expired waits are also `TimeoutError`.
 """
 
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
 
 class EPError(Exception):
     """Base class of all errors raised on purpose by triton_ep."""
@@ -15,6 +20,12 @@ class ConfigError(EPError, ValueError):
 
 class InputError(EPError, ValueError):
     """An argument of a call that does not fit the configuration; raised before any remote write."""
+
+    def with_names(self, names: Mapping[str, str]) -> InputError:
+        """This error, beginning with the name of an argument as its caller knows it: given {"input": "x"}, "input must
+        be torch.bfloat16" becomes "x must be torch.bfloat16"."""
+        self.args = (re.sub(r"^\w+", lambda name: names.get(name[0], name[0]), str(self)), *self.args[1:])
+        return self
 
 
 class CapacityError(EPError, RuntimeError):

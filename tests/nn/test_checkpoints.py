@@ -239,8 +239,10 @@ def _refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(InputError, match=r"no model\.layers\.3\.mlp\.experts\.5\.w3\.weight"):
         load_huggingface(moe, state, PREFIX)
     state = _checkpoint("mixtral") | {f"{PREFIX}experts.8.w3.weight": torch.zeros(FFN, HIDDEN)}
+    before = moe.experts.w13.detach().clone()
     with pytest.raises(InputError, match="has 9 experts; this layer has 8"):
         load_huggingface(moe, state, PREFIX)
+    assert torch.equal(moe.experts.w13, before)
     state = _checkpoint("fused") | {f"{PREFIX}experts.down_proj": torch.zeros(EXPERTS, FFN, HIDDEN)}
     with pytest.raises(InputError, match=r"down_proj is \[8, 96, 64\]; this layer takes \[8, 64, 96\]"):
         load_huggingface(moe, state, PREFIX)
@@ -250,6 +252,12 @@ def _refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
         load_huggingface(moe, _checkpoint("deepseek"), PREFIX)
     with pytest.raises(InputError, match="'deepseek', 'mixtral'"):
         huggingface_state(moe, "llama")
+    moe.router = TopKRouter(HIDDEN, EXPERTS, SIZES["topk"], bias=True)
+    with pytest.raises(InputError, match="router without bias"):
+        huggingface_state(moe, "mixtral")
+    clamped = MoE(HIDDEN, FFN, limit=7.0, **SIZES)
+    with pytest.raises(InputError, match="without biases, limit"):
+        huggingface_state(clamped, "mixtral")
     finalize_exchanges()
 
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.nn import dense
 from triton_ep.distributed import current_heap
-from triton_ep.errors import FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import FinalizedError, InputError, PeerFailed, StaleHandleError
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.runtime.launch import INTERPRETING
 
@@ -212,3 +213,58 @@ def _decode(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_low_latency_has_no_gradient_when_compiled_either(run_ranks):
     """The call is refused, not its backward pass."""
     run_ranks(_decode, 1, 1)
+
+
+def _replaced(moe: MoE, name: str, value: torch.Tensor) -> None:
+    setattr(moe.experts, name, torch.nn.Parameter(value, requires_grad=False))
+
+
+@torch._dynamo.config.patch(recompile_limit=32)  # each mistake is a graph of its own
+def _mistakes(rank: int, nodes: int, ranks_per_node: int, capacity: int | None, payload: str | None) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    moe = MoE(HIDDEN, FFN, router=False, capacity=capacity, payload=payload, **{**SIZES, "max_tokens": 6})
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    x = _x(0, TOKENS)
+    ids, weights = torch.zeros(TOKENS, 2, dtype=torch.int32, device=x.device), torch.ones(TOKENS, 2, device=x.device)
+    right = (x, ids, weights)
+    wanted, names = moe(*right), ("w13", "w2")
+
+    def call(*given: Any) -> None:
+        compiled(*given)
+        moe.check()
+
+    kept = {name: getattr(moe.experts, name) for name in names}
+    many = [torch.cat([each, each]) for each in right]
+    mistakes: list[tuple[str, Any, dict[str, torch.Tensor]]] = [
+        ("12 tokens on rank 1, the layer was made for max_tokens=6", many, {}),
+        ("x must be torch.bfloat16, got torch.float32", (x.float(), ids, weights), {}),
+        ("go together", (x, ids, None), {}),
+        (r"topk_idx of the call must be a tensor \[6, 2\], got \[6, 1\]", (x, ids[:, :1], weights), {}),
+        ("topk_weights of the call must be floating-point", (x, ids, ids), {}),
+        (r"w2 of the experts must be \[1, 64, 96\]", right, {"w2": kept["w2"][:, :, :32].contiguous()}),
+        (r"w13 of the experts must be \[1, 192, 64\]", right, {"w13": kept["w13"][:, :96].contiguous()}),
+        ("w13 of the experts (must be|is)", right, {"w13": kept["w13"].half()}),
+        ("are MXTensors", right, {name: MXTensor.to_mx(kept[name].detach()) for name in names}),
+    ]
+    for words, given, parameters in mistakes:
+        if rank == 1:
+            for name, value in parameters.items():
+                _replaced(moe, name, value.detach())
+            with pytest.raises(InputError, match=words):
+                call(*given)
+            for name in parameters:
+                setattr(moe.experts, name, kept[name])
+        else:
+            with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
+                call(*right)
+    assert torch.equal(compiled(*right), wanted)
+    moe.check()
+    finalize_exchanges()
+
+
+@pytest.mark.parametrize(("capacity", "payload"), [(None, None), (256, "mxfp8")], ids=["exact", "static"])
+def test_mistakes_are_told_the_others_when_compiled_too(run_ranks, capacity, payload):
+    """Arguments and replaced parameters are checked when the graph runs, and where torch.compile traces, the error is
+    part of the graph: one raised while tracing would leave the other ranks waiting."""
+    run_ranks(_mistakes, 1, 2, capacity, payload)

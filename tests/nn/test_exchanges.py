@@ -86,6 +86,28 @@ def _twins(rank: int, nodes: int, ranks_per_node: int) -> None:
     finalize_exchanges()
 
 
+def _norms(rank: int, nodes: int, ranks_per_node: int) -> None:
+    moe, x = _moe(), _x(rank)
+    moe(x).float().square().sum().backward()
+    norm, grads = clip_grad_norm_(moe, 1e9), [p.grad.float() for p in moe.experts.parameters()]
+    for placeholder in (False, True):
+        moe.zero_grad(set_to_none=True)
+        for parameter in moe.experts.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            if placeholder:
+                parameter.grad_added_to_main_grad = False
+        moe(x).float().square().sum().backward()
+        torch.testing.assert_close(clip_grad_norm_(moe, norm.item() / 4), norm, rtol=1e-3, atol=0)
+        for parameter, grad in zip(moe.experts.parameters(), grads, strict=True):
+            torch.testing.assert_close(parameter.main_grad * 4, grad, rtol=2e-2, atol=1e-2 * float(grad.abs().max()))
+    finalize_exchanges()
+
+
+def test_gradients_added_to_main_grad_are_clipped(run_ranks):
+    """They count like those in `grad`; what `grad` holds in their place does not."""
+    run_ranks(_norms, 1, 2)
+
+
 def test_gradients_of_one_module_over_two_exchanges_count_once(run_ranks):
     """The norm of a model with both of `MoE.over`'s modules in it."""
     run_ranks(_twins, 1, 2)

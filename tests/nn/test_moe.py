@@ -268,7 +268,7 @@ def _refused(rank: int, nodes: int, ranks_per_node: int, capacity: float | None)
         ("go together", x, {"topk_idx": ids}),
         (r"topk_idx of the call must be a tensor \[5, 2\], got \[5, 1\]", x, {**routed, "topk_idx": ids[:, :1]}),
         ("topk_weights of the call must be floating-point", x, {**routed, "topk_weights": ids}),
-        ("exp_indices must be .*, got torch.float32", x, {**routed, "topk_idx": weights}),
+        ("topk_idx must be .*, got torch.float32", x, {**routed, "topk_idx": weights}),
     ]
     with _moe(world, capacity=capacity) as moe:
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn import SwiGLUExperts
 from triton_ep.nn.joined import Joined
 
@@ -143,6 +145,21 @@ def test_parameters_that_products_do_not_take(payload):
             experts._checked_parameters(device)
     else:
         experts._checked_parameters(device)
+
+
+def test_where_parameters_may_be_mxtensors():
+    """As w13 and w2 of MXFP8 experts; elsewhere they are refused, with the remedy."""
+    for options, name, words in (
+        ({"payload": None}, "w2", r'payload="mxfp8", or w2.dequantize\(\)'),
+        ({"payload": "mxfp8", "separate": True}, "w3", r"w3.dequantize\(\), or make the module with separate=False"),
+        ({"payload": "mxfp8", "separate": True}, "w2", None),
+        ({"payload": "mxfp8"}, "w13", None),
+    ):
+        experts = _experts(**options)
+        quantised = MXTensor.to_mx(getattr(experts, name).detach())
+        setattr(experts, name, torch.nn.Parameter(quantised, requires_grad=False))
+        with nullcontext() if words is None else pytest.raises(InputError, match=words):
+            experts._checked_parameters(experts.w2.device)
 
 
 def test_parameters_within_a_larger_buffer():

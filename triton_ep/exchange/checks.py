@@ -508,7 +508,7 @@ def _check_tensor(
     if not fits:
         raise InputError(f"{name} must have shape {wanted}, got {list(tensor.shape)}.")
     if tensor.dtype not in dtypes:
-        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}.")
+        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}. Cast it.")
     if tensor.device != device:
         raise InputError(f"{name} must be on {device}, got {tensor.device}.")
     if not tensor.is_contiguous():

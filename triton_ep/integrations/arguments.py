@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy
@@ -19,15 +18,8 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def with_names(error: InputError, names: Mapping[str, str]) -> InputError:
-    """The error of a layer, beginning with the name of an argument as its caller knows it: given {"input": "x"}, "input
-    must be torch.bfloat16" becomes "x must be torch.bfloat16"."""
-    error.args = (re.sub(r"^\w+", lambda name: names.get(name[0], name[0]), str(error)), *error.args[1:])
-    return error
-
-
 def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorator of a call of an interface: errors of layers are raised `with_names`."""
+    """Decorator of a call of an interface: errors of layers get the names of its arguments."""
 
     def decorate(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(call)
@@ -35,7 +27,7 @@ def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[
             try:
                 return call(*args, **kwargs)
             except InputError as error:
-                raise with_names(error, names)  # noqa: B904  the same error
+                raise error.with_names(names)  # noqa: B904  the same error
 
         return renaming
 

@@ -19,6 +19,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     """Scale all gradients so that their norm, experts of all ranks included, is at most `max_norm`. Collective.
 
     torch.nn.utils.clip_grad_norm_ counts the experts of its own rank only, so ranks would scale by different factors.
+    Of a parameter with a float32 `main_grad`, as Megatron-Core trains, that is the gradient where `grad` is None, or
+    where `grad_added_to_main_grad` says that `grad` is a placeholder.
 
     Arguments:
         module: a model with MoE modules. Its other parameters, and their gradients, are the same on every rank, or
@@ -37,7 +39,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     # By their experts, which `MoE.over` shares between two modules.
     moes = list({id(each.experts): each for each in module.modules() if isinstance(each, MoE)}.values())
     of_experts = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}
-    dense = [p.grad for p in module.parameters() if p.grad is not None and id(p) not in of_experts]
+    gradients = [(id(p) in of_experts, grad) for p in module.parameters() if (grad := _gradient(p)) is not None]
+    dense = [grad for is_expert, grad in gradients if not is_expert]
     norms = []
     if dense:
         norm = torch.nn.utils.get_total_norm(dense, norm_type)
@@ -45,16 +48,22 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     norms += [_norm_of_experts(moe, norm_type) for moe in moes]
     total = _norm([norm.float() for norm in norms], norm_type) if norms else torch.zeros(())
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            local_part(parameter.grad).mul_(factor.to(parameter.device))
+    for _, grad in gradients:
+        local_part(grad).mul_(factor.to(grad.device))
     return total
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None and (parameter.grad is None or getattr(parameter, "grad_added_to_main_grad", False)):
+        return main
+    return parameter.grad
 
 
 def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
     """Norm of the expert gradients of all ranks. Collective over the module's group, then over FSDP's shard group."""
     parameters = list(moe.experts.parameters())
-    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    local = [local_part(grad) for grad in map(_gradient, parameters) if grad is not None]
     device = local_part(parameters[0]).device
     norm = _norm([torch.linalg.vector_norm(grad.float(), norm_type) for grad in local], norm_type).to(device)
     groups: list[Any] = [moe._connection.group]

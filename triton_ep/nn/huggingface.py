@@ -126,8 +126,11 @@ def huggingface_state(moe: MoE, layout: str, prefix: str = "") -> dict[str, torc
     experts = moe.experts
     if layout not in LAYOUTS:
         raise InputError(f"layout is {layout!r}; choose from {', '.join(map(repr, LAYOUTS))}.")
-    if not experts.activation.gated or experts.b2 is not None:
-        raise InputError(f"layout {layout!r} has gated experts without biases.")
+    act = experts.activation
+    if not act.gated or experts.b2 is not None or (act.limit, act.alpha, act.up_offset) != (None, 1.0, 0.0):
+        raise InputError(f"layout {layout!r} has gated experts without biases, limit, alpha and up_offset.")
+    if isinstance(moe.router, TopKRouter) and moe.router.bias is not None:
+        raise InputError(f"layout {layout!r} has a router without bias; this one was made with bias=True.")
     if any(is_dtensor(parameter) for parameter in experts.parameters()):
         raise InputError("the experts are sharded by FSDP; gather them first (DTensor.full_tensor).")
     state = {}
@@ -158,19 +161,19 @@ def _load_by_expert(moe: MoE, source: _Source) -> None:
     if experts.b2 is not None:
         raise InputError("the checkpoint's experts have no biases; make the module with bias=False.")
     names = next((each for each in LAYOUTS.values() if f"experts.0.{each.gate}.weight" in source), LAYOUTS["deepseek"])
+    leaves = {f"{name}.weight" for name in names}
+    of_experts = {name for name in source.names if _is_expert(name, leaves)}
+    found = max((int(name.split(".")[1]) for name in of_experts), default=-1) + 1
+    if of_experts and found != experts.num_experts:
+        raise InputError(
+            f"the checkpoint below {source.prefix!r} has {found} experts; this layer has {experts.num_experts}."
+        )
     for local in range(experts.num_local_experts):
         gate, up = _gate_up(moe, local)
         of_expert = f"experts.{first + local}."
         gate.copy_(source(f"{of_expert}{names.gate}.weight", (ffn, hidden)))
         up.copy_(source(f"{of_expert}{names.up}.weight", (ffn, hidden)))
         experts.w2[local].copy_(source(f"{of_expert}{names.down}.weight", (hidden, ffn)))
-    leaves = {f"{name}.weight" for name in names}
-    of_experts = {name for name in source.names if _is_expert(name, leaves)}
-    most = max(int(name.split(".")[1]) for name in of_experts) + 1
-    if most != experts.num_experts:
-        raise InputError(
-            f"the checkpoint below {source.prefix!r} has {most} experts; this layer has {experts.num_experts}."
-        )
     source.read |= of_experts  # experts of other ranks count as used, too
 
 

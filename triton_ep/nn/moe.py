@@ -19,7 +19,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn.agreement import check_agreement
 from triton_ep.nn.beside import Beside
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
-from triton_ep.nn.operations import NO_GRADIENT
+from triton_ep.nn.operations import NAMES, NO_GRADIENT, refused, register
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision, check_sizes
 
@@ -54,7 +54,7 @@ class MoE(nn.Module):
             rows, a float multiplies the mean load max_tokens * K; rounded up to 128. With a capacity nothing waits:
             rows that do not fit are left out and counted (`overflow_total`), with a warning. CUDA graphs need a
             capacity.
-        low_latency: for decoding, at most 1024 tokens: three launches per dispatch and combine; no gradient; static.
+        low_latency: for decoding, at most 1024 tokens: one launch per dispatch and per combine; no gradient; static.
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) returns topk_idx [..., K], topk_weights
             [..., K] and optionally a loss, kept as `last_aux`. False: no router; every call passes its routing.
         exchange: an exchange from `new_exchange`, not shared with other modules; None: the shared one of these sizes.
@@ -174,6 +174,7 @@ class MoE(nn.Module):
         )
         self.hidden, self.topk = hidden, topk
         self.last_aux = None
+        self._key = register(self)
         options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
         sizes = Sizes(hidden, num_experts, topk, max_tokens, *options)
         # Last: nobody would release the hold of a module whose constructor fails after this.
@@ -182,6 +183,11 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without `last_aux`, which belongs to the autograd graph of this module's latest call."""
         return {**self.__dict__, "last_aux": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register a copied module under a key of its own."""
+        super().__setstate__(state)
+        self._key = register(self)
 
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
@@ -209,10 +215,17 @@ class MoE(nn.Module):
             self.last_aux = None  # it may hold the previous step's autograd graph
         if torch.compiler.is_compiling():
             return self._traced(x, topk_idx, topk_weights)
+        try:
+            return self._call(x, topk_idx, topk_weights)
+        except InputError as error:
+            raise error.with_names(NAMES)  # noqa: B904  the same error
+
+    def _call(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> torch.Tensor:
+        """`forward` where nothing traces it."""
         exchange = self._connection.exchange
         try:
             shared = None if self.shared is None else self._begin_shared(x)
-            ids, weights = self._route(x, topk_idx, topk_weights)
+            ids, weights = self.route(x, topk_idx, topk_weights)
             tokens = _in_rows(x, self.hidden)
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
             if exchange.layer.config.low_latency and torch.is_grad_enabled():
@@ -245,7 +258,12 @@ class MoE(nn.Module):
         """`forward` as torch.compile traces it: the other checks are made when the graph runs."""
         from torch.distributed.fsdp import FSDPModule
 
-        ids, weights = self._route(x, topk_idx, topk_weights)
+        try:
+            ids, weights = self.route(x, topk_idx, topk_weights)
+        except InputError:
+            if not isinstance(x, torch.Tensor):
+                raise
+            return refused(self._connection.traced.layer, x, topk_idx, topk_weights, moe=self._key)
         if isinstance(self.experts, FSDPModule):
             from triton_ep.nn.untraced import look_at_shards
 
@@ -256,8 +274,12 @@ class MoE(nn.Module):
         y = y.view(x.shape)
         return y if self.shared is None else (y + self.shared(x)).to(y.dtype)
 
-    def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts and weights [T, K], from the call or the router; sets `last_aux`."""
+    def route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights [T, K], from the call or the router, as `forward` gets them; sets `last_aux`.
+
+        Raises:
+            InputError: they do not fit.
+        """
         if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
             raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
         if (topk_idx is None) != (topk_weights is None):

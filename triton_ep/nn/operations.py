@@ -7,6 +7,7 @@ integer keys, in tables that hold them weakly.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,25 +18,33 @@ import torch
 from triton_ep.autograd.operations import layer_of, make_descriptor
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import entry_fields
-from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.errors import EPError, InputError, StaleHandleError
 from triton_ep.exchange import slots as slot_ops
+from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.arrivals import Arrived, keeps_arrivals
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.moe_block import MoEBlock, Needs, versions_of
 from triton_ep.ops.row_scales import RowScaled
 
-_EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
+NAMES = {"input": "x", "exp_indices": "topk_idx", "weight": "topk_weights"}
+"""Arguments of modules by their names in the exchange."""
 NO_GRADIENT = "a MoE module with low_latency=True has no gradient. Call it under torch.no_grad()."
+_MXTENSORS = (
+    "parameters of the experts are MXTensors, which torch.compile and torch dispatch modes do not take. Call the "
+    "module without these, or give it param.dequantize()."
+)
 _NUM_SAVED = 9
 """entries, placement, forward tables, copies, slots, rows (or staging rows), scales, first product, row weights."""
 
 
-def register(experts: Any) -> int:
-    """Register a module of experts and return its key, a new one at each call."""
+def register(module: Any) -> int:
+    """Register a module, of experts or MoE, and return its key, a new one at each call."""
     key = next(_numbers)
-    _EXPERTS[key] = experts
+    _MODULES[key] = module
     return key
 
 
@@ -50,10 +59,13 @@ def moe(
     """Output [T, H] of `experts` over `layer`, as one op; differentiable as `MoEBlock` is. Collective.
 
     Raises:
+        InputError: arguments or parameters do not fit, as in calls that nothing observes; a parameter is an MXTensor.
         StaleHandleError: a compiled graph runs after its module or exchange is gone.
         What `MoEBlock` raises.
     """
     params = experts.local_parameters()
+    if any(isinstance(param, MXTensor) for param in params):
+        return refused(layer, x, message=_MXTENSORS)
     needs = [param.requires_grad for param in params]
     keep = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad or any(needs))
     key = layer.context.layer_id
@@ -61,12 +73,60 @@ def moe(
     return out
 
 
+def refused(
+    layer: EPAll2AllLayer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    moe: int = 0,
+    message: str = "",
+) -> torch.Tensor:
+    """As one op: tell the other ranks that this one has refused its arguments, and raise InputError. An error while
+    torch.compile traces would leave them waiting.
+
+    moe: key of a MoE module, whose checks raise the error again: a traced message may have sizes that are not known.
+    message: that of the error, without a module.
+    """
+    out: torch.Tensor = torch.ops.triton_ep.refuse(x, topk_idx, topk_weights, message, layer.context.layer_id, moe)
+    return out
+
+
 def _block(layer: int, experts: int) -> tuple[Any, MoEBlock, Exchange]:
-    owner = _EXPERTS.get(experts)
+    owner = _MODULES.get(experts)
     if owner is None:
         raise StaleHandleError("this compiled graph belongs to a deleted MoE module. Compile the current module.")
     exchange = Exchange(layer_of(layer))
     return owner, owner.block_over(exchange), exchange
+
+
+@torch.library.custom_op(
+    "triton_ep::refuse",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? topk_idx, Tensor? topk_weights, str message, int layer, int moe) -> Tensor",
+)
+def _refuse(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    message: str,
+    layer: int,
+    moe: int,
+) -> torch.Tensor:
+    with contextlib.suppress(EPError):
+        layer_of(layer).refuse()
+    if moe in _MODULES:
+        _MODULES[moe].route(x, topk_idx, topk_weights)
+    raise InputError(message or "the arguments of a compiled MoE module do not fit.")
+
+
+@_refuse.register_fake
+def _(x: Any, topk_idx: Any, topk_weights: Any, message: str, layer: int, moe: int) -> Any:
+    return x.new_empty(x.shape)
+
+
+# Traced with the graph, never called: the forward pass raises.
+_refuse.register_autograd(lambda ctx, grad: (grad, None, None, None, None, None))
 
 
 # --- forward --------------------------------------------------------------------------------------------
@@ -89,15 +149,38 @@ def _moe(
     experts: int,
 ) -> tuple[torch.Tensor, ...]:
     """The result and, if `keep`, the tensors that `_moe_backward` needs; absent ones are empty tensors."""
+    try:
+        return _pass(x, topk_idx, topk_weights, params, keep, needs, layer, experts)
+    except InputError as error:
+        raise error.with_names(NAMES)  # noqa: B904  the same error
+
+
+def _pass(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    params: list[torch.Tensor],
+    keep: bool,
+    needs: list[bool],
+    layer: int,
+    experts: int,
+) -> tuple[torch.Tensor, ...]:
     owner, block, exchange = _block(layer, experts)
+    cfg, device = exchange.layer.config, exchange.layer.context.device
+    try:
+        check_dispatch(cfg, device, x, topk_idx, topk_weights, None)
+        owner.check_parameters(params, device)
+        if cfg.low_latency and keep:
+            raise InputError(NO_GRADIENT)
+    except Exception:
+        with contextlib.suppress(EPError):
+            exchange.layer.refuse()
+        raise
     with torch.no_grad():
         joined = list(owner.joined(params))
         if keep and owner.joined_needs(needs)[0]:
             joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
-        if exchange.layer.config.low_latency:
-            if keep:
-                exchange.layer.refuse()
-                raise InputError(NO_GRADIENT)
+        if cfg.low_latency:
             out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
             kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
         else:
@@ -147,7 +230,7 @@ def _found(
 
 @_moe.register_fake
 def _(x: Any, idx: Any, weights: Any, params: Any, keep: bool, needs: Any, layer: int, experts: int) -> Any:
-    owner, cfg = _EXPERTS[experts], layer_of(layer).config
+    owner, cfg = _MODULES[experts], layer_of(layer).config
     if not keep:
         return x.new_empty(x.shape), *(x.new_empty(0) for _ in range(_NUM_SAVED))
 
@@ -233,7 +316,7 @@ def _refuse_backward(kept: Sequence[torch.Tensor], needs: list[bool], layer: int
 
 @_moe_backward.register_fake
 def _(grad: Any, kept: Any, params: Any, needs: Any, layer: int, experts: int) -> list[torch.Tensor]:
-    owner, topk = _EXPERTS[experts], layer_of(layer).config.topk
+    owner, topk = _MODULES[experts], layer_of(layer).config.topk
     want_x, want_weights, *want_params = needs
     found = [grad.new_empty(grad.shape if want_x else 0)]
     found.append(grad.new_empty((grad.shape[0], topk) if want_weights else 0, dtype=torch.float32))
@@ -262,7 +345,7 @@ def _backward_of_moe(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any,
     if ctx.versions != versions_of(params):  # a checkpoint makes saved tensors anew, of the weights as they are now
         _refuse_backward(kept, needs, ctx.layer, ctx.experts)
     found = torch.ops.triton_ep.moe_backward(grad.contiguous(), list(kept), list(params), needs, ctx.layer, ctx.experts)
-    owner = _EXPERTS[ctx.experts]
+    owner = _MODULES[ctx.experts]
     returned = [True, True, *(returns_gradient(own) for own in owner.own_parameters(params))]
     grads = [each if need and here else None for each, need, here in zip(found, needs, returned, strict=True)]
     return grads[0], None, grads[1], grads[2:], None, None, None, None

@@ -247,18 +247,16 @@ class SwiGLUExperts(nn.Module):
             raise
         if low_latency:
             return self.low_latency_pass(over, x, routing, weights, given)
-        return self.block_over(over, joined, checked=True)(x, routing, weights, given)
+        return self.block_over(over, joined)(x, routing, weights, given)
 
-    def block_over(self, over: Exchange, joined: bool = True, checked: bool = False) -> MoEBlock:
-        """Dispatch, these experts, combine. Its parameters are w13, w2, b13, b2, or with joined=False the module's.
-
-        checked: as of `MoEBlock`.
-        """
+    def block_over(self, over: Exchange, joined: bool = True) -> MoEBlock:
+        """Dispatch, these experts, combine, of checked arguments. Its parameters are w13, w2, b13, b2, or with
+        joined=False the module's."""
         block = ExpertBlock(self.prepared, self._settings(aligned=True), maker_of_arrivals(over.layer.config))
         experts: ExpertBlock | JoinedExperts = block if joined else JoinedExperts(self, block)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
         calls = (over.use, experts.before, experts.keeps_arrivals, block.kept)
-        return MoEBlock(over.layer, experts, landing, landing, *calls, checked)
+        return MoEBlock(over.layer, experts, landing, landing, *calls, checked=True)
 
     def low_latency_pass(
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Params
@@ -314,15 +312,22 @@ class SwiGLUExperts(nn.Module):
         return found
 
     def _checked_parameters(self, device: torch.device) -> list[torch.Tensor]:
-        """`local_parameters`. Raises InputError if one was replaced by one that products do not take."""
+        """`local_parameters`, checked."""
         found = self.local_parameters()
-        for name, value, wanted in zip(self._names, found, self._shapes, strict=True):
+        self.check_parameters(found, device)
+        return found
+
+    def check_parameters(self, parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Raise InputError if one of `local_parameters` was replaced by one that products do not take."""
+        w2_dtype = parameters[self._names.index("w2")].dtype
+        for name, value, wanted in zip(self._names, parameters, self._shapes, strict=True):
             if value.shape != wanted or value.device != device:
                 raise InputError(
                     f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
                     f"{value.device}."
                 )
-            if isinstance(value, MXTensor) and self.payload is not None:
+            if isinstance(value, MXTensor):
+                self._check_quantised(name)
                 continue
             dense = value.is_contiguous() or (self.separate and name != "w2")  # these are copied
             if value.dtype not in _DTYPES or not dense:
@@ -330,12 +335,24 @@ class SwiGLUExperts(nn.Module):
                     f"{name} of the experts must be contiguous torch.bfloat16 or torch.float32, got {value.dtype} "
                     f"{list(value.shape)} with strides {list(value.stride())}."
                 )
-            if self.payload is None and name[0] == "w" and value.dtype != self.w2.dtype:
+            if self.payload is None and name[0] == "w" and value.dtype != w2_dtype:
                 raise InputError(
-                    f"{name} of the experts is {value.dtype}, w2 {self.w2.dtype}: without a payload all weights have "
+                    f"{name} of the experts is {value.dtype}, w2 {w2_dtype}: without a payload all weights have "
                     "one dtype. Cast one."
                 )
-        return found
+
+    def _check_quantised(self, name: str) -> None:
+        """Raise InputError unless an MXTensor can be this parameter."""
+        if self.payload is None:
+            raise InputError(
+                f'{name} of the experts is an MXTensor, which payload=None does not multiply. Pass payload="mxfp8", or '
+                f"{name}.dequantize()."
+            )
+        if self.separate and name != "w2":
+            raise InputError(
+                f"{name} of the experts is an MXTensor, but separate=True joins w1 and w3 as dense tensors. Pass "
+                f"{name}.dequantize(), or make the module with separate=False and give it w13."
+            )
 
     def _settings(self, aligned: bool) -> ExpertSettings:
         precision = None if self.payload is None else self.precision

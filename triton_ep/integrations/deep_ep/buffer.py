@@ -439,7 +439,7 @@ class Buffer:
                     order["previous_event"] = event
                 weights, event = layer.combine_topk(topk_weights, desc, **order)
         except InputError as error:
-            raise check.with_names(error, OF_LAYERS) from None
+            raise error.with_names(OF_LAYERS) from None
         return out, weights, to_overlap(event)
 
     # DeepEP's names for the same calls between nodes.

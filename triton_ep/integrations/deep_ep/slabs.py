@@ -9,7 +9,6 @@ import torch
 
 from triton_ep.context.given import Rows
 from triton_ep.errors import InputError
-from triton_ep.integrations.arguments import with_names
 from triton_ep.integrations.deep_ep.arguments import OF_LAYERS
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
@@ -76,7 +75,7 @@ def run_halves(
             return both(), EventOverlap(), no_hook
         result, event = layer.on_comm_stream(both, arguments)
     except InputError as error:
-        raise with_names(error, OF_LAYERS) from None
+        raise error.with_names(OF_LAYERS) from None
     return result, to_overlap(event), no_hook
 
 
