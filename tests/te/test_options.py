@@ -204,6 +204,36 @@ def test_what_is_accepted_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -
         te.Linear(32, 32, tp_group=4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("linear", "fp8_output", True),
+        ("linear", "fp8_grad", True),
+        ("grouped", "out", None),
+        ("grouped", "dgrad_out", None),
+    ],
+)
+def test_arguments_of_calls_that_are_refused(kind: str, name: str, value: object) -> None:
+    """By name, but for TransformerEngine's default."""
+    module = _make(kind)
+    default = False if kind == "linear" else None
+    assert torch.equal(_forward(module, 1, **{name: default})[1], _forward(module, 1)[1])
+    with pytest.raises(InputError, match=f"got {name}="):
+        _forward(module, 1, **{name: value if value is not None else torch.empty(64, 32)})
+
+
+def test_names_that_are_not_here_say_why() -> None:
+    """One recipe needs no roles; the keys of a module's quantisers are TransformerEngine's."""
+    with pytest.raises(AttributeError, match="QuantizerRole is for custom recipes"):
+        te.QuantizerRole  # noqa: B018
+    assert not hasattr(te, "QuantizerRole") and not hasattr(te, "nothing")
+    module = _make("linear")
+    _forward(module, 1)
+    assert [te.FP8GlobalStateManager.get_meta_tensor_key(forward) for forward in (True, False)] == list(
+        module.quantizers
+    )
+
+
 def test_checkpoints_of_transformer_engine_load() -> None:
     """Their `_extra_state` is ignored; state dicts load from and into torch's modules."""
     model = torch.nn.Sequential(_make("linear"), _make("grouped"))

@@ -246,6 +246,17 @@ def test_a_subclass_stays_one() -> None:
     assert type(plain.detach()) is te.MXFP8Tensor
 
 
+def test_a_tensor_of_given_bytes() -> None:
+    """`create_tensor_from_data` wraps elements and scales, row by row, without a copy."""
+    quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3, columnwise=False)
+    whole = quantizer(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16))
+    data, scale = whole._rowwise_data, whole._rowwise_scale_inv
+    made = quantizer.create_tensor_from_data(data, scale, torch.bfloat16)
+    assert isinstance(made, te.MXFP8Tensor) and made.dtype == torch.bfloat16
+    assert made._rowwise_data.data_ptr() == data.data_ptr()
+    assert torch.equal(made.dequantize(), whole.dequantize())
+
+
 def test_storage_knows_what_it_stands_for() -> None:
     """`fake_dtype` is the dtype of `dequantize`; views keep it, and a quantiser of internal tensors sets it."""
     tensor = _quantised(_randn(64, 64))

@@ -11,6 +11,8 @@ device, emulated where tensor cores do not support MX scales. docs/how-to/transf
 differences.
 """
 
+from typing import NoReturn
+
 from triton_ep.integrations.te.ep import (
     EpBuffer,
     EpStateError,
@@ -60,6 +62,17 @@ from triton_ep.integrations.te.wgrad import NothingDelayedError
 Quantizer = MXFP8Quantizer
 QuantizedTensor = MXFP8Tensor
 QuantizedTensorStorage = MXFP8TensorStorage
+
+_NOT_HERE = {
+    "QuantizerRole": "is for custom recipes; here MXFP8BlockScaling is the only recipe",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TransformerEngine that are not available say why."""
+    why = f"{name} {_NOT_HERE[name]}" if name in _NOT_HERE else f"no attribute {name!r}"
+    raise AttributeError(f"module {__name__!r}: {why}.")
+
 
 __all__ = [
     "AutocastState",

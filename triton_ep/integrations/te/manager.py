@@ -62,6 +62,11 @@ class FP8GlobalStateManager(metaclass=_Attributes):
         state.set_stack(state.Stack())
         state.set_parameters(state.Parameters())
 
+    @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        """The key of a direction in the scaling state of a module."""
+        return "scaling_fwd" if forward else "scaling_bwd"
+
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         """Whether modules quantise."""

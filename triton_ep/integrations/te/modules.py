@@ -321,19 +321,27 @@ class Linear(QuantisingModule):
     def _bias_name(self, index: int) -> str:
         return "bias"
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """[..., out_features] of inp [..., in_features], in the dtype of inp or of torch.autocast.
 
         Arguments:
             inp: high precision, or MXFP8 (MXFP8Tensor, MXTensor), which is used as it is.
             is_first_microbatch: True: quantise the weight and cache it; False: use the cached weight; None: no cache.
                 With fuse_wgrad_accumulation, True also overwrites `main_grad` instead of adding to it.
+            fp8_output, fp8_grad: False: results and gradients are in high precision.
 
         Returns the result; with `return_bias` also the bias.
 
         Raises:
-            InputError: sizes or dtypes that do not fit.
+            InputError: sizes or dtypes that do not fit; another value of the last two arguments.
         """
+        options.refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
         out = self._run(inp, None, is_first_microbatch)
         return (out, self.bias) if self.return_bias else out
 
@@ -384,6 +392,8 @@ class GroupedLinear(QuantisingModule):
         inp: torch.Tensor,
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
+        out: None = None,
+        dgrad_out: None = None,
     ) -> Any:
         """[..., out_features] of inp [..., in_features], R rows: the first m_splits[0] by weight 0, and so on.
 
@@ -392,12 +402,14 @@ class GroupedLinear(QuantisingModule):
             m_splits: rows of each group, 0 allowed. Integers, which must sum to R; or an integer tensor on the device,
                 which the host does not read: rows past the last group then give zeros.
             is_first_microbatch: as in `Linear`.
+            out, dgrad_out: None: results and gradients are allocated.
 
         Returns the result; with `return_bias` also the list of biases.
 
         Raises:
-            InputError: sizes or dtypes that do not fit.
+            InputError: sizes or dtypes that do not fit; another value of the last two arguments.
         """
+        options.refuse("GroupedLinear", out=out, dgrad_out=dgrad_out)
         return self.forward_to_ends(inp, ends_of(m_splits, self.num_gemms, inp), is_first_microbatch)
 
     def forward_to_ends(self, inp: torch.Tensor, ends: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:

@@ -30,6 +30,16 @@ _WITHOUT_EFFECT = ("ub_name", "use_grouped_tensor")
 """Ignored arguments: the name of a user buffer, and the choice between TransformerEngine's grouped GEMMs."""
 
 
+def refuse(module: str, **given: Any) -> None:
+    """Raise InputError if an argument of a call is neither None nor False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise InputError(
+                f"{module} got {name}={check.shown(value)}: results and gradients are high-precision tensors of their "
+                "own in triton_ep.integrations.te. Leave it out, and quantise or copy the result."
+            )
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments that a module uses.

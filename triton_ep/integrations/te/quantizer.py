@@ -93,6 +93,29 @@ class MXFP8Quantizer:
         *leading, last = shape
         return layouts.scale_shape(prod(leading), last, columnwise)
 
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fake_dtype: torch.dtype,
+        fp8_dtype: torch.dtype = DType.kFloat8E4M3,
+    ) -> MXFP8Tensor:
+        """A tensor of `fake_dtype` of row-wise elements [..., N] uint8 and their padded scales; nothing is copied.
+
+        Raises:
+            InputError: as of `MXFP8Tensor`.
+        """
+        return MXFP8Tensor(
+            data.shape,
+            fake_dtype,
+            rowwise_data=data,
+            rowwise_scale_inv=scale_inv,
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            fp8_dtype=fp8_dtype,
+            quantizer=self,
+        )
+
     def get_columnwise_shape(self, rowwise_data_shape: Iterable[int]) -> tuple[int, ...]:
         """Shape of columnwise elements: the shape of the tensor."""
         return tuple(rowwise_data_shape)
