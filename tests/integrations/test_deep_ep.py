@@ -264,7 +264,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         how: dict[str, Any] = {"return_recv_hook": mode == "hook", "async_finish": mode == "async"}
         stats = torch.ones(EXPERTS, dtype=torch.int32, device=device)
         slabs, count, handle, event, hook = buffer.low_latency_dispatch(
-            xs[rank].to(device), idx, most, num_experts, stats, use_fp8=False, **how
+            xs[rank].to(device), idx, most, num_experts, stats, use_fp8=False, use_ue8m0_for_sf=mode == "hook", **how
         )
         hook()
         event.current_stream_wait()

@@ -186,6 +186,9 @@ def test_options_that_do_not_go_together():
         ({"precision": "exact"}, "payload=None sends bf16"),
         ({"separate": True, "gated": False}, "no w3"),
         ({"payload": "mxfp8", "prepared": "all"}, "prepared is 'all'"),
+        ({"first": 0.5}, "first_expert must be an integer of at least 0, got 0.5"),
+        ({"bias": 1}, "bias must be True or False, got 1"),
+        ({"separate": "yes"}, "separate must be True or False, got 'yes'"),
     ):
         with pytest.raises(ConfigError, match=words):
             _experts(**options)
@@ -195,3 +198,5 @@ def test_options_that_do_not_go_together():
         SwiGLUExperts(HIDDEN, FFN, 2, first_expert=3, num_experts=4)
     with pytest.raises(ConfigError, match="num_local_experts must be an integer of at least 1, got 0"):
         SwiGLUExperts(HIDDEN, FFN, 0)
+    with pytest.raises(InputError, match=r"x must be a tensor .* got list"):
+        _experts()([1], torch.zeros(3, dtype=torch.int32))

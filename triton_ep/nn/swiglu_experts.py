@@ -89,6 +89,10 @@ class SwiGLUExperts(nn.Module):
     ) -> None:
         super().__init__()
         check_precision(payload, precision)
+        for name, flag in (("gated", gated), ("bias", bias), ("separate", separate)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name} must be True or False, got {flag!r}.")
+        first_expert = as_integer("first_expert", first_expert, 0)
         if prepared != "both" and payload is None:
             raise ConfigError(
                 f'prepared={prepared!r} is for payload="mxfp8"; bf16 products read the weights themselves.'
@@ -231,6 +235,10 @@ class SwiGLUExperts(nn.Module):
             What `EPAll2AllLayer.dispatch` and `combine` raise.
         """
         if over is None:
+            if not isinstance(x, torch.Tensor | RowScaled):
+                raise InputError(
+                    f"x must be a tensor [R, {self.hidden}], an MXTensor or RowScaled, got {type(x).__name__}."
+                )
             parameters = self.parameters_now()
             return expert_block(x, weights, *parameters, self.prepared, routing, None, self._settings(aligned=False))
         assert isinstance(x, torch.Tensor) and weights is not None, "the caller's"

@@ -517,7 +517,8 @@ class Buffer:
             return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
             topk_weights: [T, K] float32, contiguous; they travel with the rows. `low_latency_combine` must then get the
                 same tensor, unchanged, and sends no weights. On all ranks or on none.
-            use_nvfp4, x_global_scale, use_ue8m0_for_sf: not supported; leave them out.
+            use_nvfp4, x_global_scale: not supported; leave them out.
+            use_ue8m0_for_sf: the format of NVFP4's scales, without effect on others.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
@@ -530,8 +531,8 @@ class Buffer:
             InputError: an argument does not fit.
             ConfigError: the buffer was not created for these sizes, or a low-latency layer does not support them.
         """
-        given = {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale, "use_ue8m0_for_sf": use_ue8m0_for_sf}
-        refuse("low_latency_dispatch", given)
+        refuse("low_latency_dispatch", {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale})
+        check.flag("use_ue8m0_for_sf", use_ue8m0_for_sf)
         check.tensor("x", x, 2)
         check_ids(topk_idx)
         use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
