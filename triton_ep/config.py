@@ -18,7 +18,7 @@ from triton_ep.runtime.tuned.table import KERNELS, TunedEntry
 
 __all__ = ["MOST_ROWS", "EPConfig", "Environment", "as_integer", "read_environment"]
 
-_TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
@@ -151,9 +151,9 @@ class EPConfig:
             raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
         if self.sm_budget is not None:
             self._take_budget(as_integer("EPConfig.sm_budget", self.sm_budget, 1))
-        if not isinstance(self.token_dtype, torch.dtype) or self.token_dtype not in _TOKEN_DTYPES:
+        if not isinstance(self.token_dtype, torch.dtype) or self.token_dtype not in TOKEN_DTYPES:
             raise ConfigError(
-                f"EPConfig.token_dtype {self.token_dtype!r} is none of {tuple(_TOKEN_DTYPES)}. For quantised rows pass "
+                f"EPConfig.token_dtype {self.token_dtype!r} is none of {tuple(TOKEN_DTYPES)}. For quantised rows pass "
                 'one of them, which combine takes, and payload="mxfp8".'
             )
         if self.weight_dtype is not torch.float32:
@@ -268,7 +268,7 @@ class EPConfig:
         choices = [] if self.tuned is None else [(name, self.tuned.kernel(name)) for name in KERNELS]
         return Shape(
             **{name: getattr(self, name) for name in _SHAPE},
-            token=_TOKEN_DTYPES[self.token_dtype],
+            token=TOKEN_DTYPES[self.token_dtype],
             network=network,
             tuned=tuple((name, choice.rows, choice.warps) for name, choice in choices if choice is not None),
             interpreted=interpreted,

@@ -753,7 +753,7 @@ class EPAll2AllLayer:
         """
         ctx, desc = self.context, layout_desc
         checks.check_compact_layer(self.config)
-        self._begin()
+        self._begin_combine()
         checks.check_compact_desc("combine_topk", ctx.layer_id, desc)
         checks.check_topk_values(self.config, ctx.device, values, desc.num_recv_rows)
         ctx.calls.check_combine(desc.dispatch_number)

@@ -395,8 +395,39 @@ def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
         for wrong in (idx.float(), idx.t().contiguous().t()):
             with pytest.raises(InputError if last else PeerFailed, match=r"topk_idx must be|rejected its arguments"):
                 buffer.dispatch(x, topk_idx=wrong if last else idx, num_tokens_per_expert=counts)
+        rows = x.double() if last else x
+        with pytest.raises(InputError if last else PeerFailed, match=r"x must be .*float64|rejected its arguments"):
+            buffer.dispatch(rows, topk_idx=idx, num_tokens_per_expert=counts)
         _combine(buffer, rank, _dispatch(buffer, rank, batch, False), False)
     door.release()
+
+
+def _check_layer_of_quantised_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device, ranks = current_heap().device, nodes * ranks_per_node
+    idx = torch.arange(2, device=device).view(2, 1)
+    pair = torch.ones(2, 128, device=device).to(torch.float8_e4m3fn), torch.full((2, 1), 2.0, device=device)
+    buffer = door.Buffer(dist.group.WORLD, 1 << 20)
+    elastic = door.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=4)
+    counts = torch.zeros(ranks, dtype=torch.int32, device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.ones(2, 128, dtype=dtype, device=device)
+        buffer.dispatch(x, topk_idx=idx, num_tokens_per_expert=counts)
+        elastic.dispatch(x, topk_idx=idx, num_experts=ranks)
+        for _ in range(2):
+            got, *_, handle, _ = buffer.dispatch(pair, topk_idx=idx, num_tokens_per_expert=counts)
+            rows = (got[0].float() * got[1]).bfloat16()
+            assert torch.equal(buffer.combine(rows, handle)[0], 2 * torch.ones_like(x, dtype=torch.bfloat16))
+            got, *_, handle, _ = elastic.dispatch(pair, topk_idx=idx, num_experts=ranks)
+            assert torch.equal(elastic.combine(rows, handle)[0], 2 * torch.ones_like(x, dtype=torch.bfloat16))
+    elastic.destroy()
+    buffer.destroy()
+    door.release()
+
+
+@pytest.mark.plain
+def test_quantised_rows_come_back_in_bfloat16_after_any_others(run_ranks):
+    """Their layer is that of bfloat16 rows, whatever the rows of the call before."""
+    run_ranks(_check_layer_of_quantised_rows, 1, 2)
 
 
 def _check_growth_on_two_paths(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -369,6 +369,15 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         where = "meta" if rank == 1 else device
         with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"must be on .*, got meta|rank 1 rejected"):
             wrong(hidden=mine.hidden.to(where), routing_map=mine.routing_map.to(where))
+        rows = mine.hidden.double() if rank == 1 else mine.hidden
+        with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"hidden must be .*float64|rank 1 rejected"):
+            wrong(hidden=rows, routing_map=mine.routing_map)
+    fresh = make_buffer(nodes, ranks_per_node)  # whose first call agrees on sizes
+    with pytest.raises(
+        InputError if rank == 1 else PeerFailed, match=r"routing_map must be .* on meta|rank 1 rejected"
+    ):
+        fresh.dispatch_with_permute(hidden=mine.hidden, routing_map=mine.routing_map.to("meta" if rank else device))
+    fresh.close()
     by_ids = {"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int32, device=device), "num_of_experts": 4}
     buffer.dispatch_with_permute(hidden=mine.hidden, **by_ids)
     with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"num_of_experts: 3|rank 1 rejected"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.integrations import vllm_stand_in as vllm
 from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
-from triton_ep.errors import ConfigError, InputError
+from triton_ep.errors import ConfigError, InputError, PeerFailed
 from triton_ep.integrations import vllm as door
 from triton_ep.integrations.vllm import prepare_finalize
 from triton_ep.integrations.vllm.quantize import quantize_rows
@@ -192,6 +192,13 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert torch.equal(out.cpu().double(), want)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = door.no_such_name
+    # A mistake of one rank is told the others, which then know of a layer to be told through.
+    for change in ({"topk_ids": ids.float()}, {"topk_weights": None}, {"a1": x.to_sparse()}, {"quant_config": FP8}):
+        call = {"a1": x, "topk_weights": weights, "topk_ids": ids, "quant_config": PLAIN, **(change if rank else {})}
+        with pytest.raises(InputError if rank else PeerFailed, match=r"must be|without vLLM|rank 1 rejected"):
+            made.prepare(
+                num_experts=EXPERTS * world_size, expert_map=expert_map, apply_router_weight_on_input=False, **call
+            )
     made.close()
 
 

@@ -12,7 +12,7 @@ from tests.layer.cases import Case, make_layer, workloads
 from triton_ep import MXTensor, autograd
 from triton_ep.autograd import operations
 from triton_ep.distributed import current_heap
-from triton_ep.errors import FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import FinalizedError, InputError, PeerFailed, StaleHandleError
 
 TOPOLOGIES = ((1, 2), (2, 1), (1, 4), (2, 2))
 
@@ -417,6 +417,29 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
     del layer
     gc.collect()
     assert key not in operations.LAYERS
+
+
+def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = Case("mistakes", tokens=(3, 3), hidden=64, topk=2, experts=2)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        device = layer.context.device
+        work = workloads(case, layer.config.world_size, 0)[rank]
+        x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
+        for wrong in (
+            (x.to("meta"), idx, weights),
+            (x, idx.to("meta"), weights),
+            (x, idx, weights.to("meta")),
+            (x.to_sparse(), idx, weights),
+        ):
+            with pytest.raises(InputError if rank else PeerFailed, match=r"got meta|layout|sparse|rank 1 rejected"):
+                autograd.dispatch(layer, *(wrong if rank else (x, idx, weights)))
+        autograd.dispatch(layer, x, idx, weights)
+
+
+@pytest.mark.plain
+def test_mistakes_are_told_the_others(run_ranks):
+    """Tensors that the op would not take are refused by the layer, which the other ranks hear of."""
+    run_ranks(_check_mistakes, 1, 2)
 
 
 @pytest.mark.plain

@@ -257,6 +257,26 @@ def _refused(rank, nodes, ranks_per_node, case):
             hook()
 
 
+def _of_earlier_dispatches(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        work = workloads(SMALL, layer.config.world_size, 0)[rank]
+        x, idx = work.x.to(layer.context.device), work.topk_idx.to(layer.context.device)
+        rows = layer.dispatch_compact(x, idx)
+        values = torch.rand(rows.topk_idx.shape, device=x.device)
+        want = layer.combine(rows.x, rows.layout_desc), layer.combine_topk(values, rows.layout_desc)[0]
+        *_, hook = layer.dispatch(x, idx, return_recv_hook=True)
+        assert torch.equal(layer.combine(rows.x, rows.layout_desc), want[0])
+        assert torch.equal(layer.combine_topk(values, rows.layout_desc)[0], want[1])
+        hook()
+        layer.check()
+
+
+@pytest.mark.plain
+def test_rows_of_an_earlier_dispatch_return_between_the_halves_of_another(run_ranks):
+    """By combine and by combine_topk."""
+    run_ranks(_of_earlier_dispatches, 1, 2)
+
+
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("case", [SMALL, LOW_LATENCY], ids=_id)

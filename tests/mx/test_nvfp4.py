@@ -136,6 +136,22 @@ def test_a_scale_per_matrix() -> None:
         torch.cat([nv[0], nv[1]])
 
 
+@pytest.mark.parametrize("leading", [(2, 2), (2, 3)], ids=["square", "other"])
+def test_matrices_with_a_scale_each_change_places(leading: tuple[int, int]) -> None:
+    """Each takes its scale along, also where the shape of the scales stays the same."""
+    sizes = torch.arange(1, leading[0] * leading[1] + 1, device=DEVICE).view(*leading, 1, 1)
+    x = (_x(*leading, 32, 64).float() * 10.0**sizes).bfloat16()
+    nv = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax((2, 3), keepdim=True)))
+    values = nv.dequantize()
+    for move in (
+        lambda y: y.transpose(0, 1),
+        lambda y: y.movedim(1, 0).mT,
+        lambda y: y.permute(1, 0, 3, 2),
+        lambda y: y.mT.transpose(0, 1)[1],
+    ):
+        _assert_is(move(nv), move(values))
+
+
 VALUES = {
     "matmul_from_the_left": lambda x, w: w.t() @ x.t(),
     "addmm": lambda x, w: torch.addmm(w.sum(0), x, w),

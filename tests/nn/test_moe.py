@@ -264,6 +264,7 @@ def _refused(rank: int, nodes: int, ranks_per_node: int, capacity: float | None)
         (r"x must be a tensor \[\.\.\., 128\], got \[5, 64\]", x[:, :64], routed),
         ("bfloat16, got torch.float32", x.float(), routed),
         ("must be on .*, got meta", x.to("meta"), routed),
+        ("x must be a strided tensor", x.to_sparse(), routed),
         ("45 tokens on rank 1, the layer was made for max_tokens=40", x.repeat(9, 1), {}),
         ("go together", x, {"topk_idx": ids}),
         (r"topk_idx of the call must be a tensor \[5, 2\], got \[5, 1\]", x, {**routed, "topk_idx": ids[:, :1]}),

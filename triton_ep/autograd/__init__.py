@@ -138,8 +138,10 @@ def _passable(layer: EPAll2AllLayer, x: object, *others: object) -> bool:
     """Whether an op accepts these arguments. If not, the op itself would raise without a report to the other ranks."""
     if layer.config.payload is None and isinstance(x, MXTensor):
         return False
+    device = layer.context.device
     return all(
-        argument is None or (isinstance(argument, torch.Tensor) and argument.layout is torch.strided)
+        argument is None
+        or (isinstance(argument, torch.Tensor) and argument.layout is torch.strided and argument.device == device)
         for argument in (x, *others)
     )
 

@@ -53,6 +53,8 @@ def tensor(
     """
     if isinstance(value, torch.Tensor):
         if (dim is None or value.dim() == dim) and (not dtypes or value.dtype in dtypes):
+            if value.layout is not torch.strided:
+                raise InputError(f"{name} must be a strided tensor, got {value.layout}. Pass {name}.to_dense().")
             if device is None or value.device == device:
                 return value
             raise InputError(f"{name} must be on {device}, got {value.device}.")

@@ -414,9 +414,14 @@ def _permute(func: Any, x: NVFP4Tensor, order: Sequence[int]) -> NVFP4Tensor:
     block_dim = from_end.index(x.block_dim) - x.dim()
     if x.is_swizzled_scales:  # tiles stay as they are
         return x._with(x.qdata.permute(from_end), x.scale, block_dim=block_dim)
-    if _has_many(x) and sorted(from_end[-2:]) != [-2, -1]:
+    if not _has_many(x):
+        return x._apply(lambda part: part.permute(from_end), block_dim)
+    if sorted(from_end[-2:]) != [-2, -1]:
         _one_scale(func, x)
-    return x._apply(lambda part: part.permute(from_end), block_dim)
+    outer = x.per_tensor_scale
+    assert outer is not None, "it has many"
+    qdata, scale = (part.view(torch.uint8).permute(from_end) for part in (x.qdata, x.scale))
+    return x._with(qdata, scale, block_dim=block_dim, per_tensor_scale=outer.permute(from_end))
 
 
 @_handles(aten.slice.Tensor)

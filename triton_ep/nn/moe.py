@@ -282,6 +282,8 @@ class MoE(nn.Module):
         """
         if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
             raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
+        if x.layout is not torch.strided:
+            raise InputError(f"x must be a strided tensor, got {x.layout}. Pass x.to_dense().")
         if (topk_idx is None) != (topk_weights is None):
             raise InputError("topk_idx and topk_weights go together: pass both, or none and let the router decide.")
         source = "the call"

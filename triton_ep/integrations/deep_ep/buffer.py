@@ -19,6 +19,7 @@ from triton_ep.exchange.checks import check_out
 from triton_ep.exchange.landings import COMPACT, CompactRows, SentCompact
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import at_once
+from triton_ep.integrations.deep_ep import fp8
 from triton_ep.integrations.deep_ep.arguments import (
     OF_LAYERS,
     aligned,
@@ -33,7 +34,6 @@ from triton_ep.integrations.deep_ep.arguments import (
     with_own_names,
 )
 from triton_ep.integrations.deep_ep.config import Config, check_room, longest_row, low_latency_bytes
-from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, check_quantizable, quantized, sendable
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import (
     layers_of,
@@ -289,7 +289,7 @@ class Buffer:
                 )
             layer = self._layer_of(handle)
             if pair is not None:
-                check_hidden(layer, pair)
+                fp8.check_hidden(layer, pair)
                 recv_x, event = pair.again(layer, handle.layout_desc, previous_event, async_finish)
             else:
                 order = order_of(previous_event, async_finish)
@@ -327,10 +327,10 @@ class Buffer:
 
         None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
         """
-        rows = sendable(x) if type(x) is tuple else Rows(x)  # in place: every function counts here
+        rows = fp8.sendable(x) if type(x) is tuple else Rows(x)  # in place: every function counts here
         layer = self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted))
         landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) else None
-        if rows is None or layer is None or landing is None:
+        if rows is None or layer is None or landing is None or not fp8.fits(layer, rows):
             return None
         self._latest = layer
         try:
@@ -355,7 +355,12 @@ class Buffer:
     ) -> tuple[CompactRows, DispatchHandle]:
         """`dispatch` without counts: the rows and the handle. `scale` of the rows has the format given, or is None."""
         self._check_open()
-        pair = self._check_rows(x)
+        try:
+            pair = self._check_rows(x)
+        except InputError:
+            if self._latest is not None:  # the other ranks presumably use it again
+                report_refusal(self._latest, None, num_worst_tokens or None)
+            raise
         refused: InputError | None = None
         try:
             check_ids(topk_idx)
@@ -517,8 +522,7 @@ class Buffer:
             return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
             topk_weights: [T, K] float32, contiguous; they travel with the rows. `low_latency_combine` must then get the
                 same tensor, unchanged, and sends no weights. On all ranks or on none.
-            use_nvfp4, x_global_scale: not supported; leave them out.
-            use_ue8m0_for_sf: the format of NVFP4's scales, without effect on others.
+            use_nvfp4, x_global_scale: not supported; leave them out. use_ue8m0_for_sf: of NVFP4, without effect.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
@@ -532,12 +536,11 @@ class Buffer:
             ConfigError: the buffer was not created for these sizes, or a low-latency layer does not support them.
         """
         refuse("low_latency_dispatch", {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale})
-        check.flag("use_ue8m0_for_sf", use_ue8m0_for_sf)
         check.tensor("x", x, 2)
         check_ids(topk_idx)
         use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
         if use_fp8:
-            check_quantizable(x, round_scale, use_ue8m0)
+            fp8.check_quantizable(x, round_scale, use_ue8m0)
         elif round_scale or use_ue8m0:
             raise InputError(
                 "round_scale and use_ue8m0 choose the format of scales, but use_fp8=False has no scales. Drop them."
@@ -563,7 +566,7 @@ class Buffer:
         def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor, torch.Tensor | None], Callable[[], None]]:
             # The dispatch quantises rows itself, unless it would have to round their scales.
             if round_scale:
-                rows = Rows(*quantized(x, use_ue8m0, layer.context.device))
+                rows = Rows(*fp8.quantized(x, use_ue8m0, layer.context.device))
             else:
                 rows = Rows(x.contiguous() if use_fp8 else x)
             row_weights, desc, hook = layer.dispatch_to_slabs(
@@ -776,17 +779,14 @@ class Buffer:
             hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node, sm_budget=budget
         )
 
-    def _check_rows(self, x: Any) -> QuantizedRows | None:
-        pair = QuantizedRows.of(x) if isinstance(x, tuple) else None
+    def _check_rows(self, x: Any) -> fp8.QuantizedRows | None:
+        pair = fp8.pair_of(x)
         x = x if pair is None else pair.data
-        if not isinstance(x, torch.Tensor) or x.dim() != 2:
-            raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
         nbytes = x.shape[1] * max(x.element_size(), 2)
         if nbytes > self.longest_row:
             raise ConfigError(
-                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer takes rows of "
-                f"up to {self.longest_row}. Create a new Buffer on all ranks, with the size that "
-                "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) returns."
+                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer takes up to "
+                f"{self.longest_row}. Make one of Config.get_nvl_buffer_size_hint(bytes, ranks) on all ranks."
             )
         return pair
 

@@ -25,7 +25,7 @@ from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids, with_own_names
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.elastic_rows import ElasticRows
-from triton_ep.integrations.deep_ep.fp8 import sendable
+from triton_ep.integrations.deep_ep.fp8 import fits, sendable
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
@@ -462,7 +462,7 @@ class ElasticBuffer:
         layer = self._pool.found.get((self._user, *call[1:-1]))
         if layer is None or rows is None or not isinstance(rows.data, torch.Tensor) or rows.data.dim() != 2:
             return None
-        if rows.data.shape[0] > most:
+        if rows.data.shape[0] > most or not fits(layer, rows):
             return None
         self._latest = layer
         if call.do_expand:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from triton_ep.config import TOKEN_DTYPES
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import EPEvent
@@ -167,6 +168,27 @@ class QuantizedRows(NamedTuple):
         if async_finish:
             return layer.on_comm_stream(call, (self.data, self.scales, *arguments))
         return call(), None
+
+
+def fits(layer: EPAll2AllLayer, rows: Rows) -> bool:
+    """Whether a layer of an earlier call may send these rows: those with scales come back in bfloat16."""
+    return rows.scale is None or layer.config.token_dtype is torch.bfloat16
+
+
+def pair_of(x: Any) -> QuantizedRows | None:
+    """The pair that `dispatch` takes as `x`; None for rows without scales.
+
+    Raises:
+        InputError: it takes no such rows.
+    """
+    if isinstance(x, tuple):
+        return QuantizedRows.of(x)
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
+    if x.dtype not in TOKEN_DTYPES:
+        kinds = ", ".join(map(str, TOKEN_DTYPES))
+        raise InputError(f"x must be {kinds}, or a tuple of quantised rows and their scales, got {x.dtype}. Cast it.")
+    return None
 
 
 def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:

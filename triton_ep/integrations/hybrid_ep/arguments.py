@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from triton_ep.config import TOKEN_DTYPES
 from triton_ep.errors import InputError
+from triton_ep.exchange.checks import ONE_BYTE
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.layer import EPAll2AllLayer
@@ -60,6 +62,10 @@ def check_routing(
         raise InputError(
             f"hidden is {list(shape)}, but this buffer has hidden_dim={layers.hidden}. Create a buffer for the other "
             "size (Megatron: reset_hybrid_ep_buffer(), then init_hybrid_ep_buffer), on all ranks."
+        )
+    if hidden.dtype not in TOKEN_DTYPES and hidden.dtype not in ONE_BYTE:
+        raise InputError(
+            f"hidden must be {', '.join(map(str, TOKEN_DTYPES))} or of one byte, got {hidden.dtype}. Cast it."
         )
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")

@@ -238,7 +238,7 @@ class AgreedSizes:
                 of this rank.
         """
         if isinstance(given.routing_map, torch.Tensor) and self._needs_agreement(mode):
-            refusal = torch.tensor([0, 0, self.layers.rank], device=given.routing_map.device)
+            refusal = torch.tensor([0, 0, self.layers.rank], device=self.layers.pool.heap.device)
             dist.all_reduce(refusal, dist.ReduceOp.MAX, group=self.layers.group)
             return
         # A non-integer is itself the refused argument; the other ranks then presumably use the buffer's value.

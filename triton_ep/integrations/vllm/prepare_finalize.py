@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import RecvHook
 from triton_ep.distributed import check_group
-from triton_ep.errors import ConfigError, InputError
+from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerSizes, shared_pool
 from triton_ep.integrations.vllm.placement import Placement, Placements
@@ -111,6 +112,7 @@ class PrepareFinalize:
         self._configure(-(-self.num_experts // self.ranks))
         self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
         self._prepared: dict[int, Prepared] = {}
+        self._latest: dict[int, EPAll2AllLayer] = {}  # by micro-batch
 
     def _configure(self, experts_per_rank: int) -> None:
         """Set the sizes and options of the layers, for the largest number of experts of any rank.
@@ -224,19 +226,39 @@ class PrepareFinalize:
         """The sending half of `prepare`. Returns (hook, receiver): call the hook, which launches the receiving half,
         then the receiver, which returns the results of `prepare`. split=False: both halves are launched, the hook does
         nothing."""
-        self._check(a1, topk_weights, topk_ids, num_experts)
-        apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
-        defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
-        placement = self._placement(expert_map)
-        weights = topk_weights.float()
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
+        batch = 0 if self._micro_batch is None else self._micro_batch()
+        try:
+            self._check(a1, topk_weights, topk_ids, num_experts)
+            apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
+            wanted = self._wanted(check.flag("defer_input_quant", defer_input_quant), quant_config)
+            if apply_router_weight_on_input and topk_ids.shape[1] != 1:
                 raise InputError(
                     f"apply_router_weight_on_input is for one expert per token, topk_ids has {topk_ids.shape[1]}. Let "
                     "finalize apply the weights."
                 )
+        except InputError:
+            if batch in self._latest:
+                with contextlib.suppress(EPError):  # the caller raises the cause
+                    self._latest[batch].refuse()
+            raise
+        placement = self._placement(expert_map)
+        weights = topk_weights.float()
+        if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
             weights = torch.ones_like(weights)
+        layer = self._latest[batch] = self._layer(batch, "mxfp8" if wanted == "mxfp8" else None)
+        given = a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous()
+        recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts, split)
+        assert recv_weights is not None, "given on all ranks"
+        in_slabs = isinstance(recv_x, Rows)
+        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, in_slabs)
+        # vLLM's kernels look up every id in the expert map, so rows past the received ones get another rank's expert.
+        nobody = -1 if expert_map is None else placement.elsewhere
+        received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
+        return hook, received
+
+    def _wanted(self, defer_input_quant: bool, quant_config: Any) -> Any:
+        """The format that rows are quantised to here, or None."""
         wanted = None if defer_input_quant else getattr(quant_config, "quant_dtype", None)
         if wanted not in (None, "mxfp8") and self._quantize is None:
             raise InputError(
@@ -247,18 +269,7 @@ class PrepareFinalize:
             raise InputError(
                 "scales are row by row in this integration, but is_scale_swizzled=True asks for tiles. Set it to False."
             )
-        payload = "mxfp8" if wanted == "mxfp8" else None
-        batch = 0 if self._micro_batch is None else self._micro_batch()
-        layer = self._layer(batch, payload)
-        given = a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous()
-        recv_x, recv_weights, desc, hook = self._send(layer, *given, placement.experts, split)
-        assert recv_weights is not None, "given on all ranks"
-        in_slabs = isinstance(recv_x, Rows)
-        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts, in_slabs)
-        # vLLM's kernels look up every id in the expert map, so rows past the received ones get another rank's expert.
-        nobody = -1 if expert_map is None else placement.elsewhere
-        received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
-        return hook, received
+        return wanted
 
     def _send(
         self,
@@ -463,6 +474,7 @@ class PrepareFinalize:
     def close(self) -> None:
         """Free the symmetric memory of layers that no other object uses. Collective, idempotent."""
         self._prepared.clear()
+        self._latest.clear()
         self._pool.free(self._user)
 
     def _layer(self, batch: int, payload: str | None) -> EPAll2AllLayer:
