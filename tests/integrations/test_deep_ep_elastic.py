@@ -330,6 +330,8 @@ def _check_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
             (many, f"{MOST + 1} tokens were given.*is {MOST}"),
             ({"topk_idx": idx.float()}, "topk_idx must be .* int64 or int32"),
             ({"cumulative_local_expert_recv_stats": idx}, "recv_stats"),
+            ({"x": x.double()}, "x must be .*, got torch.float64"),
+            ({"x": (x, x)}, "quantised rows must be float8_e4m3fn|a tuple x must hold"),
         ):
             for order in ({}, {"async_with_compute_stream": True}):
                 last = rank == ranks - 1

@@ -134,17 +134,17 @@ def test_parameters_that_products_do_not_take(payload):
     """They are refused before the dispatch, so that the other ranks can be told."""
     experts = _experts(payload=payload)
     device, kept = experts.w2.device, experts.w13
-    experts._checked_parameters(device)
+    experts.check_parameters(experts.local_parameters(), device)
     for wrong in (kept.detach().half(), kept.detach().transpose(1, 2).contiguous().transpose(1, 2)):
         experts.w13 = torch.nn.Parameter(wrong)
         with pytest.raises(InputError, match=r"w13 of the experts must be contiguous torch.bfloat16 or torch.float32"):
-            experts._checked_parameters(device)
+            experts.check_parameters(experts.local_parameters(), device)
     experts.w13 = torch.nn.Parameter(kept.detach().float())
     if payload is None:
         with pytest.raises(InputError, match=r"w13 of the experts is torch.float32, w2 torch.bfloat16"):
-            experts._checked_parameters(device)
+            experts.check_parameters(experts.local_parameters(), device)
     else:
-        experts._checked_parameters(device)
+        experts.check_parameters(experts.local_parameters(), device)
 
 
 def test_where_parameters_may_be_mxtensors():
@@ -159,7 +159,7 @@ def test_where_parameters_may_be_mxtensors():
         quantised = MXTensor.to_mx(getattr(experts, name).detach())
         setattr(experts, name, torch.nn.Parameter(quantised, requires_grad=False))
         with nullcontext() if words is None else pytest.raises(InputError, match=words):
-            experts._checked_parameters(experts.w2.device)
+            experts.check_parameters(experts.local_parameters(), experts.w2.device)
 
 
 def test_parameters_within_a_larger_buffer():

@@ -215,13 +215,6 @@ class MoE(nn.Module):
             self.last_aux = None  # it may hold the previous step's autograd graph
         if torch.compiler.is_compiling():
             return self._traced(x, topk_idx, topk_weights)
-        try:
-            return self._call(x, topk_idx, topk_weights)
-        except InputError as error:
-            raise error.with_names(NAMES)  # noqa: B904  the same error
-
-    def _call(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None) -> torch.Tensor:
-        """`forward` where nothing traces it."""
         exchange = self._connection.exchange
         try:
             shared = None if self.shared is None else self._begin_shared(x)
@@ -230,13 +223,16 @@ class MoE(nn.Module):
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
             if exchange.layer.config.low_latency and torch.is_grad_enabled():
                 raise InputError(NO_GRADIENT)
-        except Exception:
+        except Exception as error:
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
-            raise
+            raise error.with_names(NAMES) if isinstance(error, InputError) else error  # noqa: B904  the same error
         self.experts.look_at_shards()
-        # Call the module, not its forward: FSDP's hooks gather sharded parameters.
-        y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
+        try:
+            # Call the module, not its forward: FSDP's hooks gather sharded parameters.
+            y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
+        except InputError as error:
+            raise error.with_names(NAMES)  # noqa: B904  the same error
         exchange.watch_overflow()
         y = y if x.dim() == 2 else y.view(x.shape)
         return y if shared is None else (y + shared.join()).to(y.dtype)

@@ -246,7 +246,8 @@ class SwiGLUExperts(nn.Module):
             return operations.moe(self, over.layer, x, routing, weights)
         low_latency = over.layer.config.low_latency
         try:
-            own = self._checked_parameters(over.layer.context.device)
+            own = self.local_parameters()
+            self.check_parameters(own, over.layer.context.device)
             # The block takes separate parameters themselves, to see whether they change before the backward pass.
             joined = not self.separate or low_latency
             given: Params = own if not joined else self.parameters_now() if self.separate else self.joined(own)
@@ -317,12 +318,6 @@ class SwiGLUExperts(nn.Module):
         for name, given in zip(self._names, parameters, strict=True):
             own = local_part(getattr(self, name))
             found.append(own if as_they_are and name.startswith("w") and hasattr(own, "main_grad") else given.detach())
-        return found
-
-    def _checked_parameters(self, device: torch.device) -> list[torch.Tensor]:
-        """`local_parameters`, checked."""
-        found = self.local_parameters()
-        self.check_parameters(found, device)
         return found
 
     def check_parameters(self, parameters: Sequence[torch.Tensor], device: torch.device) -> None:

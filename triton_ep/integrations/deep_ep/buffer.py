@@ -282,7 +282,7 @@ class Buffer:
                 return recv_x, rows.topk_idx, rows.topk_weights, counts, found[1], EventOverlap()
         self._check_open()
         if handle is not None:
-            pair = self._check_rows(x)
+            pair = fp8.checked_rows(x, self.longest_row, self.num_nvl_bytes)
             if topk_idx is not None or topk_weights is not None:
                 raise InputError(
                     "dispatch got a handle, which holds the routing, and topk_idx or topk_weights. Pass one."
@@ -299,7 +299,7 @@ class Buffer:
         if ids is None:
             if topk_weights is not None:
                 raise InputError("dispatch got topk_weights, but no topk_idx that they belong to. Pass both or none.")
-            pair = self._check_rows(x)
+            pair = fp8.checked_rows(x, self.longest_row, self.num_nvl_bytes)
             num_tokens = (x if pair is None else pair.data).shape[0]
             ids = ids_of_ranks(is_token_in_rank, num_tokens, self.group_size, num_experts)
         received, made = self.dispatch_rows(
@@ -328,9 +328,9 @@ class Buffer:
         None: no row was sent, because there is no such layer, or an argument does not fit it. Make the full call then.
         """
         rows = fp8.sendable(x) if type(x) is tuple else Rows(x)  # in place: every function counts here
-        layer = self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted))
+        layer = self._pool.found.get((self._number, num_experts, Buffer.num_sms, Buffer.budgeted, type(x) is tuple))
         landing = COMPACT.get(topk_idx.dtype) if isinstance(topk_idx, torch.Tensor) else None
-        if rows is None or layer is None or landing is None or not fp8.fits(layer, rows):
+        if rows is None or layer is None or landing is None:
             return None
         self._latest = layer
         try:
@@ -356,7 +356,7 @@ class Buffer:
         """`dispatch` without counts: the rows and the handle. `scale` of the rows has the format given, or is None."""
         self._check_open()
         try:
-            pair = self._check_rows(x)
+            pair = fp8.checked_rows(x, self.longest_row, self.num_nvl_bytes)
         except InputError:
             if self._latest is not None:  # the other ranks presumably use it again
                 report_refusal(self._latest, None, num_worst_tokens or None)
@@ -386,7 +386,8 @@ class Buffer:
         if num_rows is not None:
             refused = refused or more_than_share(layer, data.shape[0], num_rows)
         while True:
-            self._latest = self._pool.found[self._number, num_experts, num_sm, Buffer.budgeted] = layer
+            key = self._number, num_experts, num_sm, Buffer.budgeted, pair is not None
+            self._latest = self._pool.found[key] = layer
             try:
                 if refused is not None:
                     report_refusal(layer, None if pair is None else pair.scales, num_rows)
@@ -778,17 +779,6 @@ class Buffer:
         return LayerSizes(
             hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node, sm_budget=budget
         )
-
-    def _check_rows(self, x: Any) -> fp8.QuantizedRows | None:
-        pair = fp8.pair_of(x)
-        x = x if pair is None else pair.data
-        nbytes = x.shape[1] * max(x.element_size(), 2)
-        if nbytes > self.longest_row:
-            raise ConfigError(
-                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer takes up to "
-                f"{self.longest_row}. Make one of Config.get_nvl_buffer_size_hint(bytes, ranks) on all ranks."
-            )
-        return pair
 
     def _layer_of(self, handle: Any) -> EPAll2AllLayer:
         if not isinstance(handle, DispatchHandle):

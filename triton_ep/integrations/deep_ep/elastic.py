@@ -25,7 +25,7 @@ from triton_ep.integrations import at_once
 from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids, with_own_names
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.elastic_rows import ElasticRows
-from triton_ep.integrations.deep_ep.fp8 import fits, sendable
+from triton_ep.integrations.deep_ep.fp8 import sendable
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
@@ -327,7 +327,14 @@ class ElasticBuffer:
                 found = None if expert_alignment is not None else self._again_at_once(x, handle, do_expand)
             if found is not None:
                 return found
-        rows = ElasticRows.of(x)
+        try:
+            rows = ElasticRows.of(x)
+        except InputError:
+            if handle is None and self._latest is not None:
+                sizes = num_experts, num_max_tokens_per_rank, expert_alignment, num_sms
+                modes = do_expand is True, do_cpu_sync is not False, False
+                self._refuse(self._like_latest(self._latest), topk_idx, sizes, modes, async_with_compute_stream is True)
+            raise
         do_expand = check.flag("do_expand", do_expand)
         column_major = check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
         if do_cpu_sync is not None:
@@ -459,10 +466,10 @@ class ElasticBuffer:
         if not type(modes[0]) is type(modes[2]) is bool or not isinstance(topk_idx, torch.Tensor):
             return None
         call, rows = _Call(topk_idx, num_experts, most, alignment, num_sms, *modes), sendable(x)
-        layer = self._pool.found.get((self._user, *call[1:-1]))
+        layer = self._pool.found.get((self._user, type(x) is tuple, *call[1:-1]))
         if layer is None or rows is None or not isinstance(rows.data, torch.Tensor) or rows.data.dim() != 2:
             return None
-        if rows.data.shape[0] > most or not fits(layer, rows):
+        if rows.data.shape[0] > most:
             return None
         self._latest = layer
         if call.do_expand:
@@ -548,6 +555,11 @@ class ElasticBuffer:
             layer = self._layer(rows, call)
             self._run(layer, refuse, (), asynchronous)
 
+    def _like_latest(self, layer: EPAll2AllLayer) -> ElasticRows:
+        """No rows, of the kind that the other ranks presumably send: that of the latest call."""
+        cfg = layer.config
+        return ElasticRows.of(torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self._pool.heap.device))
+
     def _stats(self, stats: Any, num_experts: int) -> torch.Tensor | None:
         """The argument `cumulative_local_expert_recv_stats`: [e] int32, or None."""
         if stats is None:
@@ -565,7 +577,7 @@ class ElasticBuffer:
         layer = self._pool.found.get(key)
         if layer is None:
             layer = self._pool.found[key] = self._pool.get(self._sizes(hidden, dtype, topk, call), user=self._user)
-        self._latest = self._pool.found[self._user, *call[1:-1]] = layer
+        self._latest = self._pool.found[self._user, rows.sent.scales is not None, *call[1:-1]] = layer
         return layer
 
     def _sizes(self, hidden: int, dtype: torch.dtype, topk: int, call: _Call) -> LayerSizes:

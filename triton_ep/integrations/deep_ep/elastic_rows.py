@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ep.errors import InputError
-from triton_ep.integrations import arguments as check
-from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, scale_bytes, scales_of_bytes
+from triton_ep.integrations.deep_ep.fp8 import checked_rows, scale_bytes, scales_of_bytes
 from triton_ep.integrations.hybrid_ep.rows import Arrived, SentRows
 
 _PACKS = 4
@@ -35,9 +34,9 @@ class ElasticRows(NamedTuple):
         Raises:
             InputError: neither rows [T, H], nor a tuple of e4m3 rows and their scales.
         """
-        if not isinstance(x, tuple):
-            return cls(SentRows(check.tensor("x", x, 2).contiguous(), None))
-        pair = QuantizedRows.of(x)
+        pair = checked_rows(x)
+        if pair is None:
+            return cls(SentRows(x.contiguous(), None))
         if not pair.repack:
             return cls(SentRows(pair.data, pair.scales))
         sent = SentRows(pair.data, scale_bytes(pair.scales, pair.data.shape[1]))

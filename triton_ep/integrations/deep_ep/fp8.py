@@ -12,7 +12,7 @@ from triton_ep.config import TOKEN_DTYPES
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.overlap import EPEvent
-from triton_ep.errors import InputError
+from triton_ep.errors import ConfigError, InputError
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
@@ -170,25 +170,30 @@ class QuantizedRows(NamedTuple):
         return call(), None
 
 
-def fits(layer: EPAll2AllLayer, rows: Rows) -> bool:
-    """Whether a layer of an earlier call may send these rows: those with scales come back in bfloat16."""
-    return rows.scale is None or layer.config.token_dtype is torch.bfloat16
-
-
-def pair_of(x: Any) -> QuantizedRows | None:
+def checked_rows(x: Any, longest_row: int | None = None, num_nvl_bytes: int = 0) -> QuantizedRows | None:
     """The pair that `dispatch` takes as `x`; None for rows without scales.
 
+    longest_row: bytes of the longest rows that a Buffer of `num_nvl_bytes` takes; None: any.
+
     Raises:
-        InputError: it takes no such rows.
+        InputError: no dispatch takes such rows.
+        ConfigError: they are longer.
     """
-    if isinstance(x, tuple):
-        return QuantizedRows.of(x)
+    pair = QuantizedRows.of(x) if isinstance(x, tuple) else None
+    x = x if pair is None else pair.data
     if not isinstance(x, torch.Tensor) or x.dim() != 2:
         raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
-    if x.dtype not in TOKEN_DTYPES:
+    if pair is None and x.dtype not in TOKEN_DTYPES:
         kinds = ", ".join(map(str, TOKEN_DTYPES))
         raise InputError(f"x must be {kinds}, or a tuple of quantised rows and their scales, got {x.dtype}. Cast it.")
-    return None
+    nbytes = x.shape[1] * max(x.element_size(), 2)
+    if longest_row is not None and nbytes > longest_row:
+        raise ConfigError(
+            f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={num_nvl_bytes} this Buffer takes rows of up to "
+            f"{longest_row}. Create a new Buffer on all ranks, with the size that "
+            "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) returns."
+        )
+    return pair
 
 
 def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:
