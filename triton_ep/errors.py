@@ -22,8 +22,8 @@ class InputError(EPError, ValueError):
     """An argument of a call that does not fit the configuration; raised before any remote write."""
 
     def with_names(self, names: Mapping[str, str]) -> InputError:
-        """This error, beginning with the name of an argument as its caller knows it: given {"input": "x"}, "input must
-        be torch.bfloat16" becomes "x must be torch.bfloat16"."""
+        """Begin with the name of an argument as its caller knows it, and return the error: given {"input": "x"}, "input
+        must be torch.bfloat16" becomes "x must be torch.bfloat16"."""
         self.args = (re.sub(r"^\w+", lambda name: names.get(name[0], name[0]), str(self)), *self.args[1:])
         return self
 

@@ -27,7 +27,8 @@ def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[
             try:
                 return call(*args, **kwargs)
             except InputError as error:
-                raise error.with_names(names)  # noqa: B904  the same error
+                error.with_names(names)
+                raise
 
         return renaming
 

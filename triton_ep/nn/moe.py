@@ -226,13 +226,16 @@ class MoE(nn.Module):
         except Exception as error:
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
-            raise error.with_names(NAMES) if isinstance(error, InputError) else error  # noqa: B904  the same error
+            if isinstance(error, InputError):
+                error.with_names(NAMES)
+            raise
         self.experts.look_at_shards()
         try:
             # Call the module, not its forward: FSDP's hooks gather sharded parameters.
             y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         except InputError as error:
-            raise error.with_names(NAMES)  # noqa: B904  the same error
+            error.with_names(NAMES)
+            raise
         exchange.watch_overflow()
         y = y if x.dim() == 2 else y.view(x.shape)
         return y if shared is None else (y + shared.join()).to(y.dtype)

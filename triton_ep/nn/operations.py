@@ -149,22 +149,6 @@ def _moe(
     experts: int,
 ) -> tuple[torch.Tensor, ...]:
     """The result and, if `keep`, the tensors that `_moe_backward` needs; absent ones are empty tensors."""
-    try:
-        return _pass(x, topk_idx, topk_weights, params, keep, needs, layer, experts)
-    except InputError as error:
-        raise error.with_names(NAMES)  # noqa: B904  the same error
-
-
-def _pass(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    params: list[torch.Tensor],
-    keep: bool,
-    needs: list[bool],
-    layer: int,
-    experts: int,
-) -> tuple[torch.Tensor, ...]:
     owner, block, exchange = _block(layer, experts)
     cfg, device = exchange.layer.config, exchange.layer.context.device
     try:
@@ -172,20 +156,26 @@ def _pass(
         owner.check_parameters(params, device)
         if cfg.low_latency and keep:
             raise InputError(NO_GRADIENT)
-    except Exception:
+    except Exception as error:
         with contextlib.suppress(EPError):
             exchange.layer.refuse()
+        if isinstance(error, InputError):
+            error.with_names(NAMES)
         raise
-    with torch.no_grad():
-        joined = list(owner.joined(params))
-        if keep and owner.joined_needs(needs)[0]:
-            joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
-        if cfg.low_latency:
-            out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
-            kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
-        else:
-            out, desc, saved = block._forward(x, topk_idx, topk_weights, joined, keep=keep)
-            kept = _kept(exchange.layer, desc, saved) if keep else [x.new_empty(0) for _ in range(_NUM_SAVED)]
+    try:
+        with torch.no_grad():
+            joined = list(owner.joined(params))
+            if keep and owner.joined_needs(needs)[0]:
+                joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
+            if cfg.low_latency:
+                out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
+                kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
+            else:
+                out, desc, saved = block._forward(x, topk_idx, topk_weights, joined, keep=keep)
+                kept = _kept(exchange.layer, desc, saved) if keep else [x.new_empty(0) for _ in range(_NUM_SAVED)]
+    except InputError as error:
+        error.with_names(NAMES)
+        raise
     exchange.watch_overflow()
     return out, *kept
 
