@@ -46,6 +46,11 @@ peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, with
 	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py \
 	  tests/integrations/test_torchtitan_hybrid_ep.py \
 	  tests/integrations/test_sglang_deep_ep.py tests/integrations/test_vllm_own.py
+	# All of vLLM, with the packages that it imports; those that would install another torch come without theirs.
+	$(BIN)/python -m pip install -q --upgrade --target $(PEERS)-vllm -r tests/integrations/vllm_imports.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-vllm compressed-tensors==0.17.0 xgrammar==0.2.8 \
+	  apache-tvm-ffi==0.1.11
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS):$(PEERS)-vllm $(BIN)/python -m pytest tests/integrations/test_vllm_backend.py
 	# Apart from the others, which fail at its import: the wheel lacks the CUDA library, and is only read.
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-te transformer-engine==2.20.2
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS)-te $(BIN)/python -m pytest tests/te/test_ep_signatures.py

@@ -3,7 +3,7 @@
     pip install --no-deps vllm==0.33.0        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
 
 The files of the kernel, of its configuration and of the classes for DeepEP are loaded unchanged; the rest of vLLM is
-stand-ins (peer_modules.py). Each expert multiplies by its own number, in float32, against a dense sum.
+stand-ins (peer_modules.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ import triton
 import triton.language as tl
 
 from tests.integrations.peer_modules import folder_of, loaded
+from tests.integrations.vllm_batches import (
+    BATCHES,
+    EXPERTS,
+    HIDDEN,
+    MOST,
+    TOPK,
+    batch,
+    check,
+    expert_map,
+    numbered_experts,
+)
 from triton_ep.distributed import current_heap
 from triton_ep.integrations import deep_ep
 from triton_ep.reference.channel_scales import quantize_channels
-from triton_ep.testing import make_workload
 
 _LAYERS = "model_executor.layers.fused_moe"
 _CLASSES = f"{_LAYERS}.prepare_finalize"
@@ -45,9 +55,6 @@ pytestmark = [
     pytest.mark.plain,
     pytest.mark.skipif(_FOLDER is None, reason="vLLM with its classes for DeepEP 1 and 2 is not installed"),
 ]
-
-HIDDEN, TOPK, EXPERTS, MOST = 2048, 3, 2, 16  # experts per rank; the least hidden size of vLLM's low-latency class
-
 
 _CONFIG = SimpleNamespace(
     moe_parallel_config=None,
@@ -114,54 +121,6 @@ def _vllm(ranks: int) -> Iterator[SimpleNamespace]:
         deep_ep.release()
 
 
-def _values(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Rows as float32, with scales [..., H / 128] or none."""
-    values = rows.float()
-    return values if scale is None else (values.unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)).flatten(-2)
-
-
-def _experts(vllm: SimpleNamespace, batched: bool, **arguments: Any) -> Any:
-    """Experts over vLLM's base class that multiply by the number of the expert."""
-    mk, reduce = vllm.modular_kernel, vllm.topk_weight_and_reduce
-
-    class Numbered(mk.FusedMoEExpertsModular):
-        @staticmethod
-        def activation_format() -> Any:
-            return mk.FusedMoEActivationFormat["BatchedExperts" if batched else "Standard"]
-
-        def finalize_weight_and_reduce_impl(self) -> Any:
-            return reduce.TopKWeightAndReduceDelegate() if batched else reduce.TopKWeightAndReduceNoOP()
-
-        def workspace_shapes(self, num_rows: int, n: int, k: int, topk: int, *_: Any) -> Any:
-            slabs = (EXPERTS, num_rows, HIDDEN)
-            return (0,), (0,), slabs if batched else (num_rows, HIDDEN)
-
-        def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
-            values = _values(hidden_states, given["a1q_scale"])
-            mine = (given["expert_map"] >= 0).nonzero().flatten()
-            if batched:
-                counts = given["expert_tokens_meta"].expert_num_tokens
-                here = torch.arange(values.shape[1], device=counts.device) < counts.unsqueeze(1)
-                output.copy_(torch.where(here.unsqueeze(2), values * (mine.view(-1, 1, 1) + 1), 0.0))
-                return
-            ids, weights = given["topk_ids"], given["topk_weights"]
-            kept = (ids >= 0) & (given["expert_map"][ids.clamp(min=0)] >= 0)
-            factors = torch.where(kept, weights * (ids + 1), 0.0).sum(1, keepdim=True)
-            output.copy_(torch.where(kept.any(1, keepdim=True), values * factors, 0.0))
-
-        def supports_expert_map(self) -> bool:
-            return True
-
-        @staticmethod
-        def _supports(*_: Any) -> bool:
-            return True
-
-        _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = _supports
-        _supports_activation = _supports_parallel_config = _supports
-
-    return Numbered(_CONFIG, **arguments)
-
-
 def _made(vllm: SimpleNamespace, name: str, rank: int, ranks: int, quantised: bool) -> Any:
     """vLLM's class `name`, with the buffer that its manager would create; or triton_ep's class."""
     group, num_experts = dist.group.WORLD, EXPERTS * ranks
@@ -184,28 +143,8 @@ def _made(vllm: SimpleNamespace, name: str, rank: int, ranks: int, quantised: bo
     )
 
 
-# Tokens by rank, share of dropped ids, and whether only experts of rank 0 get rows.
-BATCHES = (((7, 12), 0.2, False), ((0, 5), 0.0, False), ((9, 6), 0.0, True), ((16, 0), 0.3, False))
-
-
-def _batch(
-    rank: int, ranks: int, tokens: int, drop: float, only_first: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [T, H], their weights and ids [T, K]."""
-    sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS * ranks, "drop": drop, "seed": tokens}
-    work, device = make_workload(rank, ranks, tokens, **sizes), current_heap().device
-    ids = torch.where(work.topk_idx >= EXPERTS * (1 if only_first else ranks), -1, work.topk_idx).long()
-    return work.x.to(device), work.topk_weights.to(device), ids.to(device)
-
-
-def _expert_map(rank: int, ranks: int) -> torch.Tensor:
-    expert_map = torch.full((EXPERTS * ranks,), -1, dtype=torch.int32)
-    expert_map[EXPERTS * rank :][:EXPERTS] = torch.arange(EXPERTS, dtype=torch.int32)
-    return expert_map.to(current_heap().device)
-
-
 def _check(rank: int, nodes: int, ranks_per_node: int, name: str, quantised: bool) -> None:
-    ranks, device = nodes * ranks_per_node, current_heap().device
+    ranks = nodes * ranks_per_node
     with _vllm(ranks) as vllm:
         made = _made(vllm, name, rank, ranks, quantised)
         assert isinstance(made, vllm.modular_kernel.FusedMoEPrepareAndFinalizeModular)
@@ -213,16 +152,10 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, quantised: boo
         kinds = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]} if quantised else {}
         config = vllm.config.FusedMoEQuantConfig.make(**kinds)
         slabs = {"max_num_tokens": MOST, "num_dispatchers": ranks} if batched else {}
-        kernel = vllm.modular_kernel.FusedMoEKernel(made, _experts(vllm, batched, quant_config=config, **slabs))
-        expert_map = _expert_map(rank, ranks)
-        w1, w2 = torch.zeros(EXPERTS, 2, HIDDEN, device=device), torch.zeros(EXPERTS, HIDDEN, 1, device=device)
-        for tokens, drop, only_first in BATCHES:
-            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop, only_first)
-            want = x.float() * torch.where(ids >= 0, weights * (ids + 1), 0.0).sum(1, keepdim=True)
-            out = kernel.apply(x, w1, w2, weights, ids, "silu", EXPERTS * ranks, expert_map, False)
-            # bf16 rounds rows, sums per rank and the result; e4m3 rounds rows by 1/16.
-            bound = (0.07 if quantised else 0.012) * want.abs() + 0.02 * want.abs().mean()
-            assert out.shape == want.shape and ((out.float() - want).abs() <= bound).all()
+        modules = vllm.modular_kernel, vllm.topk_weight_and_reduce
+        experts = numbered_experts(*modules, _CONFIG, batched, quant_config=config, **slabs)
+        kernel = vllm.modular_kernel.FusedMoEKernel(made, experts)
+        check(kernel, rank, ranks, quantised)
         if name.startswith("triton_ep"):
             made.close()
 
@@ -256,14 +189,14 @@ def _check_experts(rank: int, nodes: int, ranks_per_node: int, batched: bool, ki
         experts = classes.TritonEPExperts(made, config, _CONFIG)
         kernel = vllm.modular_kernel.FusedMoEKernel(made, experts)
         for tokens, drop, only_first in BATCHES:
-            x, weights, ids = _batch(rank, ranks, tokens[rank % 2], drop, only_first)
+            x, weights, ids = batch(rank, ranks, tokens[rank % 2], drop, only_first)
             gate, up = torch.einsum("th,enh->ten", x.float(), w13.float()).chunk(2, 2)
             every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2.float())
             shares = torch.where(ids >= 0, weights, 0.0)
             want = (every[torch.arange(len(x)).unsqueeze(1), ids.clamp(min=0)] * shares.unsqueeze(2)).sum(1)
             silu = vllm.activation.MoEActivation.SILU
             given = (w13[mine].contiguous(), w2[mine].contiguous(), weights, ids, silu, EXPERTS * ranks)
-            out = kernel.apply(x, *given, _expert_map(rank, ranks), False)
+            out = kernel.apply(x, *given, expert_map(rank, ranks), False)
             error, size = (out.float() - want).norm(), want.norm()
             # e4m3 rounds by 0.026 on average: rows, both halves of w13, the activation, w2.
             assert out.shape == want.shape and error <= (0.08 if kind else 0.008) * size

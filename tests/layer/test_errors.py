@@ -414,13 +414,14 @@ def _late(rank, nodes, ranks_per_node, where):
 
         result = _caught(combine, WaitTimeout)
     took = time.monotonic() - start
+    reported = layer.context.reported().item(), layer.context.missing_ranks()
     if result is not None:
         again = _caught(lambda: layer.dispatch(*_inputs(rank)), WaitTimeout)
         assert "out of step" in again[1]
     dist.barrier()
     layer.context.failure = layer.context.failure or "the other ranks gave up"
     layer.finalize()
-    return result, took, limit_s
+    return result, reported, took, limit_s
 
 
 @pytest.mark.plain
@@ -431,12 +432,14 @@ def _late(rank, nodes, ranks_per_node, where):
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Every waiting rank raises WaitTimeout; in combine, only ranks that wait for the late rank's rows name it."""
     results = run_ranks(_late, nodes, ranks_per_node, where)
-    for rank, (caught, took, limit_s) in enumerate(results):
+    for rank, (caught, reported, took, limit_s) in enumerate(results):
         if rank == 1:
+            assert reported == (False, set())
             continue
+        assert reported[0] and reported[1], "the same without raising"
         assert caught[0] == "WaitTimeout" and "missing rank" in caught[1]
         if where == "dispatch" or rank // ranks_per_node == 1 // ranks_per_node:
-            assert "missing rank 1;" in caught[1], caught[1]
+            assert "missing rank 1;" in caught[1] and reported[1] == {1}, caught[1]
         assert limit_s <= took < LIMIT_S / 2, "the layer's time limit applies, not the process group's"
 
 

@@ -60,6 +60,17 @@ import deep_ep
 
 print(deep_ep.__name__)
 """
+_PLUGIN_OF_VLLM = """
+import sys
+from triton_ep.integrations.vllm import backend
+
+assert "triton" not in sys.modules
+if "early" in sys.argv:
+    import triton
+backend.register()
+assert ("deep_ep" in sys.modules) == ("early" not in sys.argv)
+print("registered")
+"""
 
 
 def _python(program: str, *path: Path) -> str:
@@ -98,6 +109,28 @@ def test_plugins_give_way_to_an_installed_deep_ep(tmp_path: Path) -> None:
     (tmp_path / "deep_ep.py").write_text("")
     assert _python(_PLUGIN, tmp_path) == "deep_ep"
     assert _python(_PLUGIN) == "triton_ep.integrations.deep_ep"
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("version", ["absent", "without the names"])
+def test_the_plugin_of_vllm_says_what_it_cannot_add(tmp_path: Path, version: str, early: bool) -> None:
+    """vLLM ends with what a plugin raises: a name that it lacks, and a process that can run no kernel (where Triton was
+    imported early, without a GPU), are warnings."""
+    if version != "absent":
+        for module in ("", "config/", "platforms/"):
+            (tmp_path / "vllm" / module).mkdir(parents=True)
+            (tmp_path / "vllm" / module / "__init__.py").write_text("current_platform = None\n")
+        for module in ("compilation", "parallel"):
+            (tmp_path / "vllm/config" / f"{module}.py").write_text("")
+        (tmp_path / "pydantic").mkdir()
+        (tmp_path / "pydantic/dataclasses.py").write_text("rebuild_dataclass = None\n")
+    program = ["-c", _PLUGIN_OF_VLLM, *["early"] * early]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = run_program(program, environment)
+    assert done.returncode == 0 and done.stdout == "registered\n", done.stderr
+    missing = "No module named 'pydantic'" if version == "absent" else "'All2AllBackend'"
+    assert "vLLM gets no all2all backend triton_ep" in done.stderr and missing in done.stderr
+    assert ("deep_ep is not provided" in done.stderr) == early
 
 
 def test_wheel_and_entry_points_name_what_there_is() -> None:

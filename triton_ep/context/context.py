@@ -402,6 +402,17 @@ class DispatchCombineContext:
         if self._alarm.value and not self.is_capturing:
             self.check_status()
 
+    def reported(self) -> torch.Tensor:
+        """Bool on the device: whether a kernel has reported an error, in the order of the current stream."""
+        return self.state[codes.STATUS] != 0
+
+    def missing_ranks(self) -> set[int]:
+        """Wait for the current stream and return the ranks for which a reported wait has waited in vain."""
+        record = self._status.record()
+        if record is None or record.operation not in status.OPERATIONS or record.operation == codes.WAIT_SIGNALS:
+            return set()
+        return status.missing_ranks(record, self.sizes, self.memory.local)
+
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph captures the current stream."""

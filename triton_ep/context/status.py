@@ -124,7 +124,7 @@ def expired_wait(
             f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what} in vain, and the process of "
             f"rank {failed_peer} of the world has ended. Start the job again."
         )
-    missing = sorted({_sender(sizes, operation, index)} | _late_senders(sizes, record, local(flags)))
+    missing = sorted(missing_ranks(record, sizes, local))
     # Drop the low bits, which hold rows, tokens or tags; the upper bits count calls or steps.
     if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
         expected, seen = expected >> 32, seen >> 32
@@ -136,6 +136,12 @@ def expired_wait(
         f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, in another call, or waiting "
         "themselves: their own error says for whom); raise timeout_s if they are only slow."
     )
+
+
+def missing_ranks(record: StatusRecord, sizes: Sizes, local: Callable[[str], torch.Tensor]) -> set[int]:
+    """Ranks for which a wait of one of OPERATIONS waits in vain: its sender, and all that are late now."""
+    flags = local(OPERATIONS[record.operation].flags)
+    return {_sender(sizes, record.operation, record.flag)} | _late_senders(sizes, record, flags)
 
 
 def _sender(sizes: Sizes, operation: int, index: int) -> int:

@@ -15,25 +15,32 @@
 
     FusedMoEExpertsModular                     TritonEPExperts, over Experts: triton_ep's expert block
 
-`TritonEPPrepareAndFinalize` and `TritonEPExperts` derive from vLLM's classes and need it installed; the rest does not.
+`TritonEPPrepareAndFinalize` and `TritonEPExperts` derive from vLLM's classes and need it installed; `PrepareFinalize`
+and `Experts` do not. backend.py and manager.py make `--all2all-backend triton_ep` of them.
 Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from triton_ep.integrations.vllm.experts import Experts
-from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
+if TYPE_CHECKING:
+    from triton_ep.integrations.vllm.experts import Experts
+    from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 
 __all__ = ["Experts", "PrepareFinalize"]
 
-_OF_VLLM = ("TritonEPExperts", "TritonEPPrepareAndFinalize")
+# Imported at first use: vLLM's plugin is loaded in processes that need neither kernels nor these classes.
+_MODULES = {
+    "Experts": "experts",
+    "PrepareFinalize": "prepare_finalize",
+    "TritonEPExperts": "classes",
+    "TritonEPPrepareAndFinalize": "classes",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_VLLM:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton_ep.integrations.vllm import classes
-
-    return getattr(classes, name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
