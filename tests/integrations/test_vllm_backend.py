@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.integrations import vllm_batches as batches
+from triton_ep.errors import WaitTimeout
 from triton_ep.integrations.vllm import backend
 
 # Import vLLM in the ranks only: it registers ops and settings for the whole process.
@@ -26,13 +28,21 @@ pytestmark = [
 ]
 
 
+LIMIT_S = 8
+"""Time limit of waits; every call before the last takes a fraction of it."""
+
+
 def _settings(name: str, rank: int, ranks: int) -> Any:
     """VllmConfig of one data-parallel rank."""
     from vllm.config import DeviceConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
     sizes = {"max_model_len": batches.MOST, "max_num_batched_tokens": batches.MOST, "max_num_seqs": 1}
     parallel = ParallelConfig(
-        all2all_backend=name, data_parallel_size=ranks, data_parallel_rank=rank, enable_expert_parallel=True
+        all2all_backend=name,
+        data_parallel_size=ranks,
+        data_parallel_rank=rank,
+        enable_expert_parallel=True,
+        distributed_timeout_seconds=LIMIT_S,
     )
     scheduler = SchedulerConfig(is_encoder_decoder=False, **sizes)
     return VllmConfig(parallel_config=parallel, scheduler_config=scheduler, device_config=DeviceConfig(device="cpu"))
@@ -90,6 +100,11 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str) -> None:
         kernel = modular_kernel.FusedMoEKernel(made, experts)
         batches.check(kernel, rank, ranks, quantised=False)
     assert not manager.query_fault() and manager.query_active_mask().tolist() == [0] * ranks
+    if rank == 0:  # rank 1 does not come
+        with pytest.raises(WaitTimeout, match=f"waited {LIMIT_S} s .* missing rank 1"):
+            batches.check(kernel, rank, ranks, quantised=False)
+        assert manager.query_fault() and manager.query_active_mask().tolist() == [0, 1]
+    dist.barrier()
     manager.destroy()
     parallel_state.destroy_model_parallel()
 

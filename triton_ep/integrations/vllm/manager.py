@@ -29,13 +29,14 @@ class TritonEPAll2AllManager(All2AllManagerBase):
 
     Args:
         cpu_group, device_group: vLLM's two process groups of the expert-parallel ranks.
-        batched: low latency and the batched activation format instead of the standard one.
+        parallel: vLLM's ParallelConfig. `all2all_backend`: triton_ep for the standard format, triton_ep_low_latency for
+            the batched one. `distributed_timeout_seconds`: time limit of waits; None: 600 s, as vLLM's NCCL has.
 
     Raises:
         ConfigError: `device_group` is not a group of torch.distributed (elastic expert parallelism).
     """
 
-    def __init__(self, cpu_group: Any, device_group: Any, batched: bool) -> None:
+    def __init__(self, cpu_group: Any, device_group: Any, parallel: Any) -> None:
         super().__init__(cpu_group)
         if not isinstance(device_group, torch.distributed.ProcessGroup):
             raise ConfigError(
@@ -44,14 +45,17 @@ class TritonEPAll2AllManager(All2AllManagerBase):
             )
         if not distributed.is_initialized():
             distributed.initialize_distributed()
-        self._device_group, self._batched = device_group, batched
+        self._options = {
+            "batched": parallel.all2all_backend == "triton_ep_low_latency",
+            "timeout_s": float(parallel.distributed_timeout_seconds or 600),
+        }
         self._pool = shared_pool("vllm", device_group)
         self._num_sm: int | None = None
         self._made: list[TritonEPPrepareAndFinalize] = []
 
     def get_handle(self, kwargs: dict[str, Any]) -> TritonEPPrepareAndFinalize:
         """A TritonEPPrepareAndFinalize of these sizes: max_tokens, hidden, topk, num_experts, dtype."""
-        made = TritonEPPrepareAndFinalize(self._device_group, batched=self._batched, num_sm=self._num_sm, **kwargs)
+        made = TritonEPPrepareAndFinalize(self._pool.group, num_sm=self._num_sm, **self._options, **kwargs)
         self._made.append(made)
         return made
 
@@ -94,8 +98,8 @@ def communicator_over(name: str) -> str:
                 super().__init__(*args, use_all2all=False, **kwargs)  # it knows vLLM's own managers only
                 self.use_all2all = self.is_ep_communicator and use_all2all
                 if self.use_all2all:
-                    batched = get_current_vllm_config().parallel_config.use_batched_dp_moe
-                    self.all2all_manager = TritonEPAll2AllManager(self.cpu_group, self.device_group, batched)
+                    parallel = get_current_vllm_config().parallel_config
+                    self.all2all_manager = TritonEPAll2AllManager(self.cpu_group, self.device_group, parallel)
 
         TritonEPCommunicator.__doc__ = f"{base.__name__} with triton_ep's all2all manager."
         made = f"TritonEP{base.__name__}"
