@@ -36,13 +36,13 @@ doctor: $(READY)  ## what this machine has, what triton_ep will use, what to ins
 
 test: $(TOOLS)  ## lint, types, then every test that needs no GPU; tests with ranks run again in chaos mode
 	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests collected
-	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
+	$(RUN) -m pytest tests --backend host -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 PEERS := build/peers
 peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without dependencies
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0 \
 	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 sglang==0.5.23 vllm==0.33.0
-	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest --backend host tests/integrations/test_megatron_core.py \
 	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py \
 	  tests/integrations/test_torchtitan_hybrid_ep.py \
 	  tests/integrations/test_sglang_deep_ep.py tests/integrations/test_vllm_own.py
@@ -50,13 +50,14 @@ peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, with
 	$(BIN)/python -m pip install -q --upgrade --target $(PEERS)-vllm -r tests/integrations/vllm_imports.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-vllm compressed-tensors==0.17.0 xgrammar==0.2.8 \
 	  apache-tvm-ffi==0.1.11
-	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS):$(PEERS)-vllm $(BIN)/python -m pytest tests/integrations/test_vllm_backend.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS):$(PEERS)-vllm $(BIN)/python -m pytest --backend host \
+	  tests/integrations/test_vllm_backend.py
 	# Apart from the others, which fail at its import: the wheel lacks the CUDA library, and is only read.
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS)-te transformer-engine==2.20.2
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS)-te $(BIN)/python -m pytest tests/te/test_ep_signatures.py
 
 chaos: $(TOOLS)  ## the tests with ranks in chaos mode, under three seeds
-	$(RUN) -m pytest tests -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)
+	$(RUN) -m pytest tests --backend host -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)
 
 checks: $(TOOLS)
 	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \

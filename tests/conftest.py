@@ -60,7 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     group = parser.getgroup("triton_ep")
     group.addoption(
-        "--backend", choices=("host", "nvshmem", "torch"), default="host", help="backend of the ranks of run_ranks"
+        "--backend",
+        choices=("host", "nvshmem", "torch"),
+        help="backend of the ranks of run_ranks; host by default where there is no GPU, else it must be said",
     )
     group.addoption(
         "--replays", type=int, default=500, help="replays of captured pairs on GPUs (layer/test_replays.py)"
@@ -109,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     On GPUs only one pool, of one world size, runs at a time, so there the world size comes first.
     """
     num_gpus = most_gpu_ranks()
-    on_gpus = config.getoption("--backend") != "host"
+    on_gpus = config.getoption("--backend") not in (None, "host")
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if on_gpus and "run_ranks" in getattr(item, "fixturenames", ()):
@@ -144,7 +146,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     """Backend of ranks: "host" (CPU, interpreter), or on GPUs the symmetric heap, "nvshmem" or "torch"."""
-    return request.config.getoption("--backend")
+    return _backend(request.config.getoption("--backend"), most_gpu_ranks())
+
+
+def _backend(given: str | None, num_gpus: int) -> str:
+    """The backend that was given. Where there are GPUs it must be: ranks on CPUs would pass for a run on GPUs."""
+    if given is None and num_gpus:
+        pytest.fail(
+            f"this machine has room for {num_gpus} ranks on GPUs: pass --backend nvshmem or --backend torch to run "
+            "them there, or --backend host for ranks on CPUs.",
+            pytrace=False,
+        )
+    return given or "host"
 
 
 @pytest.fixture

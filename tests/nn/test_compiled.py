@@ -60,13 +60,17 @@ def _step(model: Any, parameters: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _same(seen: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    for one, other in zip(seen, exact, strict=True):
+    size = max(each.float().norm() for each in exact)
+    for at, (one, other) in enumerate(zip(seen, exact, strict=True)):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         if BACKEND == "aot_eager":
             assert torch.equal(one, other)
-        elif other.numel():
+        elif other.float().norm() < 1e-6 * size:
+            # Zero but for rounding: the gradient of a router whose one weight per token is normalised to 1.
+            assert one.float().norm() < 1e-6 * size
+        else:
             # Fused operations round less often, so a value may be quantised to its neighbour.
-            assert dense.decibel(one, other) > 20
+            assert dense.decibel(one, other) > 20, (at, dense.decibel(one, other), float(other.float().norm()))
 
 
 def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str, Any], ...]) -> None:

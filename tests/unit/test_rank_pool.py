@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import _backend
 from tests.patience import LIMIT_S, stopwatch
 from tests.programs import Program, environment_of_programs, run_program
 from triton_ep.distributed import most_gpu_ranks
@@ -286,6 +287,13 @@ def _pytest(*arguments: str) -> str:
     done = run_program(["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments], imported=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_ranks_on_cpus_are_no_default_beside_gpus() -> None:
+    """Where there are GPUs, tests with ranks fail until it is said where the ranks run."""
+    assert (_backend(None, 0), _backend("host", 2), _backend("torch", 2)) == ("host", "host", "torch")
+    with pytest.raises(pytest.fail.Exception, match="2 ranks on GPUs: pass --backend nvshmem"):
+        _backend(None, 2)
 
 
 def test_chaos_seeds_repeat_the_tests_with_ranks_only() -> None:

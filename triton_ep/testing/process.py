@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -351,7 +352,17 @@ class RankProcess:
     def stack(self) -> str:
         """Output of faulthandler, most recent call first."""
         text = os.pread(self.stack_fd, 1 << 20, 0).decode(errors="replace").strip()
-        return text or "(no Python stack was written)"
+        return text or f"(no Python stack was written; its main thread is {self._state()})"
+
+    def _state(self) -> str:
+        """State of the main thread in words of Linux, and the call of the kernel in which it is: a thread that waits in
+        a driver runs no signal handler, and so writes no stack."""
+        try:
+            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            state = next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "unknown")
+            return f"{state}, in {Path(f'/proc/{self.pid}/wchan').read_text().strip('0') or 'no call of the kernel'}"
+        except OSError:
+            return "gone"
 
     def how_it_ended(self) -> str:
         """E.g. "was ended by SIGSEGV; its last stack: ..."."""
