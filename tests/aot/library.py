@@ -137,8 +137,8 @@ def _build_for(arch: str, log: TextIO, *more: str) -> int:
 
 
 def facts_of(folder: Path) -> list[dict[str, Any]]:
-    """The facts that a build recorded for every variant, plus "kernel", "variant" as text, "arch" as a number, "whole":
-    the compiler may know that row lengths are multiples of 16."""
+    """The facts that a build recorded for every variant, plus "signature", "kernel", "variant" as text, "arch" as a
+    number, "whole": the compiler may know that row lengths are multiples of 16."""
     found = []
     for arch in architectures(folder):
         facts = json.loads((folder / arch / "facts.json").read_text())
@@ -149,7 +149,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
             text = " ".join(f"{name}={value}" for name, value in named.items())
             whole = bool(request.aligned) or not library.kernels[request.kernel]["specialised"]
             about = {"kernel": request.kernel, "variant": text, "arch": int(arch[3:]), "whole": whole}
-            found.append({**facts[request.signature()], **about})
+            found.append({**facts[request.signature()], **about, "signature": request.signature()})
     return found
 
 
