@@ -272,9 +272,10 @@ def test_choices_and_blocks_in_one_step() -> None:
             _value(tl.int1, (4, 2)),
             _compared(()),
         ):
-            sides = [_value(dtype, shape) for dtype, shape in product(DTYPES, ((), (4,), (4, 2)))]
+            sides = [_value(dtype, shape) for dtype, shape in product(DTYPES, ((), (4,), (4, 2), (4, 1), (1, 2)))]
             for side in sides:
-                for other in (*CONSTANTS, tl.constexpr(3), sides[10], _value(side.dtype, ()), _value(side.dtype, (4,))):
+                blocks = [_value(side.dtype, shape) for shape in ((), (4,), (1, 2))]
+                for other in (*CONSTANTS, tl.constexpr(3), sides[17], *blocks):
                     yield condition, side, other
                     yield condition, other, side
             yield from ((condition, x, y) for x, y in product((0, 1, -5, 0.5, True, 2**40), repeat=2))
@@ -290,3 +291,28 @@ def test_choices_and_blocks_in_one_step() -> None:
         ([], 0, tl.int32),
     ]
     assert _differences(tl, "full", iter([*blocks, ([8], _value(tl.int32, ()), tl.int32)] * 2), 18) == []
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min"])
+def test_reductions_in_one_step(name: str) -> None:
+    """Along every axis, and of all elements; sums that overflow, too."""
+    large = _value(tl.int32, (4, 2))
+    large.handle.data[:] = 2**31 - 1
+    ways = getattr(tl, name), shortcuts.REPLACED[tl, name]
+    outcomes = []
+    with np.errstate(all="ignore"):
+        scope = stock._patch_lang(_kinds)
+        try:
+            for value, axis in product((*_every_value(), large), (None, 0, 1, 2, -1, tl.constexpr(0))):
+                for options in ({}, {"keep_dims": True}):
+                    pair = []
+                    for way in ways:
+                        try:
+                            pair.append(_outcome(way(value, axis, **options)))
+                        except Exception as error:
+                            pair.append(type(error).__name__)
+                    outcomes.append((value.type, axis, options, pair))
+        finally:
+            scope.restore()
+    assert [each for each in outcomes if each[-1][0] != each[-1][1]] == []
+    assert sum(isinstance(pair[0], tuple) for *_, pair in outcomes) > 300

@@ -11,7 +11,20 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from .operators import BEYOND, FLOATS, INTEGERS, Operator, Value, constant, converted, keep, like_of, made, named
+from .operators import (
+    BEYOND,
+    FLOATS,
+    INTEGERS,
+    Operator,
+    Value,
+    broadcast_shape,
+    constant,
+    converted,
+    keep,
+    like_of,
+    made,
+    named,
+)
 
 Handle = interpreter.TensorHandle
 _block, _pointer, _constexpr = tl.block_type, tl.pointer_type, tl.constexpr
@@ -103,9 +116,11 @@ def _store(stock: Operator) -> Operator:
 def _where(stock: Operator) -> Operator:
     def call(condition: Any, x: Any, y: Any) -> Any:
         if type(condition) is Value and condition.dtype.name == "int1":
-            shape = _shape(condition)
+            shape = _joint_shape(condition, x, y)
             element = x.dtype if type(x) is Value else y.dtype if type(y) is Value else tl.int32
-            left, right = _side(x, shape, element), _side(y, shape, element)
+            left = right = None
+            if shape is not NotImplemented:
+                left, right = _side(x, element), _side(y, element)
             if left is not None and right is not None and left.data.dtype.char == right.data.dtype.char:
                 data = np.where(condition.handle.data, left.data, right.data)
                 return made(like_of(element, shape), data, right.dtype.scalar)
@@ -114,14 +129,25 @@ def _where(stock: Operator) -> Operator:
     return call
 
 
-def _side(value: Any, shape: Any, element: Any) -> Any:
-    """Handle of one side of a `where`, a block of this shape or a scalar; None: take the stock path."""
+def _joint_shape(condition: Any, *sides: Any) -> Any:
+    """Shape of a condition and of both sides, None = scalars; NotImplemented: take the stock path."""
+    shape = _shape(condition)
+    for side in sides:
+        if type(side) is Value and type(side.type) is _block and side.type.shape is not shape:
+            shape = NotImplemented if shape is None else broadcast_shape(shape, side.type.shape)
+            if shape is NotImplemented:
+                break
+    return shape
+
+
+def _side(value: Any, element: Any) -> Any:
+    """Handle of one side of a `where`; None: take the stock path."""
     if type(value) is int:
         fits = element.name in INTEGERS and INTEGERS[element.name] <= value < BEYOND
         return constant(value, element) if fits else None
     if type(value) is not Value or value.dtype.name != element.name or element.name not in _WORDS:
         return None
-    return value.handle if _shape(value) is shape or type(value.type) is not _block else None
+    return value.handle
 
 
 _kept_blocks: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}

@@ -102,10 +102,15 @@ def _common(left: Any, right: Any) -> Any:
         return first.shape if type(first) is _block else None
     if type(first) is not _block or first.shape is second.shape:
         return second.shape
-    key = (id(first.shape), id(second.shape))
+    return broadcast_shape(first.shape, second.shape)
+
+
+def broadcast_shape(first: Any, second: Any) -> Any:
+    """The broadcast shape of two shapes of blocks; NotImplemented: the stock path broadcasts, or raises."""
+    key = (id(first), id(second))
     kept = _kept_shapes.get(key)
     if kept is None:
-        kept = (first.shape, second.shape, _broadcast(first.shape, second.shape))
+        kept = (first, second, _broadcast(first, second))
         keep(_kept_shapes, key, kept)
     return kept[2]
 
