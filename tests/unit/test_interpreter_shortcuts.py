@@ -186,6 +186,19 @@ def test_operators_in_one_step(name: str) -> None:
     assert _differences(tl.tensor, name, _pairs_of_a_value(), 150) == []
 
 
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_extremes_in_one_step(name: str) -> None:
+    """Of values, constants and constexprs on either side, with and without propagation of NaN."""
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for left, right in _pairs_of_a_value():
+            yield left, right
+            yield right, left
+            yield left, right, tl.PropagateNan.ALL
+
+    assert _differences(tl, name, calls(), 500) == []
+
+
 def _every_value() -> Iterator[Any]:
     for dtype, shape in product(DTYPES, SHAPES):
         yield _value(dtype, shape)
@@ -241,7 +254,7 @@ def test_stores_in_one_step() -> None:
     def calls() -> Iterator[tuple[Any, ...]]:
         for dtype, shape in product(DTYPES, SHAPES):
             for mask in _masks(shape):
-                for value in (_value(dtype, shape), _value(dtype, ()), _value(tl.int32, shape), 3, 0.5):
+                for value in (_value(dtype, shape), _value(dtype, ()), _value(tl.int32, shape), 0, 3, 0.5, False):
                     yield _pointers(dtype, shape), value, mask
 
     with np.errstate(all="ignore"):
@@ -316,3 +329,13 @@ def test_reductions_in_one_step(name: str) -> None:
             scope.restore()
     assert [each for each in outcomes if each[-1][0] != each[-1][1]] == []
     assert sum(isinstance(pair[0], tuple) for *_, pair in outcomes) > 300
+
+
+def test_integer_arguments_are_converted_once() -> None:
+    """The second time with the same result as the first; truth values, which equal integers, are refused as before."""
+    numbers = (0, 1, -1, 16, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**32, 2**63 - 1)
+    first, second = [[_outcome(stock._implicit_cvt(number)) for number in numbers] for _ in range(2)]
+    assert first == second
+    assert [kind for kind, *_ in first] == ["int32"] * 6 + ["int64"] * 4
+    with pytest.raises(ValueError, match="exceeds dtype"):
+        stock._implicit_cvt(True)

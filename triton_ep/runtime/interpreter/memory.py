@@ -5,6 +5,8 @@ for broadcasts, conversions and errors. Like operators.py, this changes no value
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from .operators import (
     broadcast_shape,
     constant,
     converted,
+    extreme,
     keep,
     like_of,
     made,
@@ -33,10 +36,12 @@ _WORDS = FLOATS | INTEGERS.keys()
 
 def quick(name: str, stock: Operator) -> Operator:
     """A function of the language that tries the fast path first; `stock` itself if there is none."""
-    ways = {
+    ways: dict[str, Callable[[Operator], Operator]] = {
         "load": _load,
         "store": _store,
         "where": _where,
+        "minimum": partial(extreme, np.minimum),
+        "maximum": partial(extreme, np.maximum),
         "cast": converted,
         "arange": _same_again,
         "full": _same_again,
@@ -98,19 +103,27 @@ def _store(stock: Operator) -> Operator:
 
     def call(pointer: Any, value: Any, mask: Any = None, *rest: Any, **options: Any) -> Any:
         element = None if rest or options else _element(pointer)
-        if element is not None and not pointer.dtype.is_const() and type(value) is Value:
+        if element is not None and not pointer.dtype.is_const():
             shape = _shape(pointer)
-            if value.dtype.name == element.name and _shape(value) is shape:
+            handle = _stored(value, shape, element)
+            if handle is not None:
                 if mask is None:
                     everywhere = _filler(True, shape, tl.int1)
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, everywhere, *policies)
+                    semantic.builder.create_masked_store(pointer.handle, handle, everywhere, *policies)
                     return Value(None, tl.void)
                 if type(mask) is Value and mask.dtype.name == "int1" and _shape(mask) is shape:
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, mask.handle, *policies)
+                    semantic.builder.create_masked_store(pointer.handle, handle, mask.handle, *policies)
                     return Value(None, tl.void)
         return stock(pointer, value, mask, *rest, **options)
 
     return call
+
+
+def _stored(value: Any, shape: Any, element: Any) -> Any:
+    """Handle of a value to store, with this shape and element type, or of 0; None: take the stock path."""
+    if type(value) is Value:
+        return value.handle if value.dtype.name == element.name and _shape(value) is shape else None
+    return _filler(0, shape, element) if type(value) is int and value == 0 and element.name in INTEGERS else None
 
 
 def _where(stock: Operator) -> Operator:

@@ -186,6 +186,18 @@ def _binary(
     return call
 
 
+def extreme(compute: Callable[..., Any], stock: Operator) -> Operator:
+    """The smaller or larger of two integers."""
+    fast = _binary(compute, frozenset(INTEGERS), False, _LIMITS, stock)
+
+    def call(x: Any, y: Any, *rest: Any, **options: Any) -> Any:
+        if rest or options or type(x) is not Value:
+            return stock(x, y, *rest, **options)
+        return fast(x, y)
+
+    return call
+
+
 def _constant_first(compute: Callable[..., Any], stock: Operator) -> Operator:
     def call(self: Any, other: Any, _semantic: Any = None) -> Any:
         first = other.value if type(other) is _constexpr else other
