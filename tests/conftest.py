@@ -6,6 +6,8 @@ underscore, its first arguments are (rank, nodes, ranks_per_node), and it makes 
 """
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ import triton_ep.runtime.launch  # noqa: F401  before triton: decides whether ke
 from tests.patience import LIMIT_S
 from triton_ep.distributed import most_gpu_ranks
 from triton_ep.testing import RankPool
+
+# Tests start dozens of processes, each of which compiles all of torch that it imports if the environment forbids Python
+# to store bytecode (container images often do). As in the Makefile.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Longest files, which run first: a process that begins one last would work alone while the others are idle.
 LONG_FILES = (

@@ -1,18 +1,20 @@
-"""One build for the compile gate and the tests of ahead-of-time kernels: the whole manifest for sm_90; for sm_100 every
-kernel, with every value of every option for kernels that sm_100 compiles differently.
+"""One build for the compile gate and the tests of ahead-of-time kernels: for sm_90 the whole manifest, but of variants
+that differ only in the type of ids one; for sm_100 every kernel, with every value of every option for kernels that
+sm_100 compiles differently.
 
 `make test` builds it before the tests, with a progress bar: python -m tests.aot.library. Otherwise the first test that
 needs it builds it, and the processes of pytest-xdist wait. Kernels of a test process are interpreted, so
 `python -m triton_ep.aot build` compiles them. Kernels unchanged since the last build are kept.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ FOLDER = ROOT / "build" / "aot-of-tests"
 MULTIPLYING = ("grouped_", "gate_up_", "rows_product", "down_dgrad_", "weight_gradient_")
 """Prefixes of the names of kernels with matrix products. Only for these does an architecture have its own instructions.
 """
+IDS = ("topk_idx_ptr", "scatter_idx_ptr")
+"""Ids, which a kernel loads in one place, as int32 or int64. Their type decides nothing that the gate checks."""
 STUCK_S = 900.0
 """Seconds without another compiled kernel after which the compiler counts as stuck. The whole build has no limit."""
 
@@ -85,6 +89,26 @@ def build_once(factory: pytest.TempPathFactory) -> Built:
     return Built(FOLDER, log.read_text(), has_bitcode())
 
 
+def wanted_for(arch: str) -> list[KernelRequest]:
+    """The variants of the library for an architecture."""
+    every = read_manifest(default_manifest())
+    return _one_of_twins(every) if arch == "sm_90" else _chosen(every)
+
+
+def _one_of_twins(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
+    """Of variants that differ only in the type of ids one: of the next such variants of its kernel another type."""
+    twins: dict[str, list[KernelRequest]] = {}
+    for request in wanted:
+        types = {name: kind for name, kind in request.types.items() if name not in IDS}
+        twins.setdefault(dataclasses.replace(request, types=types).signature(), []).append(request)
+    turns: Counter[str] = Counter()
+    chosen = []
+    for same in twins.values():
+        chosen.append(same[turns[same[0].kernel] % len(same)])
+        turns[same[0].kernel] += len(same) > 1
+    return chosen
+
+
 def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
     """For kernels that multiply, variants that cover all values of all options; for others one variant, and one that
     calls NVSHMEM."""
@@ -115,14 +139,18 @@ def _options(request: KernelRequest) -> set[tuple[str, object]]:
 def _build(log: TextIO) -> int:
     """Build, with output to `log`; return the worst exit code. Raises TimeoutError when a build is stuck."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".variants") as listed:
-        listed.write("\n".join(request.text() for request in _chosen(read_manifest(default_manifest()))))
-        listed.flush()
-        return max(_build_for("sm_90", log), _build_for("sm_100", log, "--variant", listed.name))
+    return max(_build_for(arch, log) for arch in ARCHS)
 
 
-def _build_for(arch: str, log: TextIO, *more: str) -> int:
-    words = ["build", "--arch", arch, "--out", FOLDER, "--only", "--jobs", os.cpu_count() or 1, *more]
+def list_variants(arch: str, path: Path) -> Path:
+    """Write the variants of an architecture to a file for `--variant`."""
+    path.write_text("\n".join(request.text() for request in wanted_for(arch)))
+    return path
+
+
+def _build_for(arch: str, log: TextIO) -> int:
+    listed = list_variants(arch, FOLDER / f"{arch}.variants")
+    words = ["build", "--arch", arch, "--out", FOLDER, "--only", "--jobs", os.cpu_count() or 1, "--variant", listed]
     words += [] if has_bitcode() else ["--no-nvshmem"]
     process = subprocess.Popen(**_aot(words, ROOT), stdout=log, stderr=log)
     size, since = -1, time.monotonic()
@@ -137,8 +165,8 @@ def _build_for(arch: str, log: TextIO, *more: str) -> int:
 
 
 def facts_of(folder: Path) -> list[dict[str, Any]]:
-    """The facts that a build recorded for every variant, plus "kernel", "variant" as text, "arch" as a number, "whole":
-    the compiler may know that row lengths are multiples of 16."""
+    """The facts that a build recorded for every variant, plus "signature", "kernel", "variant" as text, "arch" as a
+    number, "whole": the compiler may know that row lengths are multiples of 16."""
     found = []
     for arch in architectures(folder):
         facts = json.loads((folder / arch / "facts.json").read_text())
@@ -149,7 +177,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
             text = " ".join(f"{name}={value}" for name, value in named.items())
             whole = bool(request.aligned) or not library.kernels[request.kernel]["specialised"]
             about = {"kernel": request.kernel, "variant": text, "arch": int(arch[3:]), "whole": whole}
-            found.append({**facts[request.signature()], **about})
+            found.append({**facts[request.signature()], **about, "signature": request.signature()})
     return found
 
 

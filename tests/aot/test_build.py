@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.aot.library import ARCHS, ROOT, Built, run_aot
+from tests.aot.library import ARCHS, ROOT, Built, list_variants, run_aot
 from tests.patience import LIMIT_S
 from tests.programs import run_program
 from triton_ep.aot import manifest
@@ -44,10 +44,11 @@ def test_the_library_is_verified(built: Built) -> None:
     assert architectures(built.folder) == list(ARCHS)
 
 
-def test_a_second_build_changes_nothing(built: Built) -> None:
+def test_a_second_build_changes_nothing(built: Built, tmp_path: Path) -> None:
     """Nothing is compiled, and no file is touched."""
     before = _files(built.folder)
-    words = [] if built.has_bitcode else ["--no-nvshmem"]
+    words = ["--variant", list_variants("sm_90", tmp_path / "variants")]
+    words += [] if built.has_bitcode else ["--no-nvshmem"]
     done = run_aot("build", "--arch", "sm_90", "--out", built.folder, *words)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"(\d+) built", done.stdout) == ["0"]

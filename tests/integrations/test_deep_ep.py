@@ -205,6 +205,11 @@ def _check_worst_grows(rank: int, nodes: int, ranks_per_node: int) -> None:
             InputError, match=rf"300 tokens on rank 0; num_worst_tokens={most} on .* lets each have 200"
         ):
             dispatch(300, most)
+    else:  # its host waits for nothing, and learns of the refusal when it looks
+        dispatch(len(work.x), most)
+        (layer,) = layers_of(buffer.group).layers.values()
+        with pytest.raises(PeerFailed, match="rank 0 rejected its arguments"):
+            layer.check()
     door.release()
 
 

@@ -186,6 +186,19 @@ def test_operators_in_one_step(name: str) -> None:
     assert _differences(tl.tensor, name, _pairs_of_a_value(), 150) == []
 
 
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_extremes_in_one_step(name: str) -> None:
+    """Of values, constants and constexprs on either side, with and without propagation of NaN."""
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for left, right in _pairs_of_a_value():
+            yield left, right
+            yield right, left
+            yield left, right, tl.PropagateNan.ALL
+
+    assert _differences(tl, name, calls(), 500) == []
+
+
 def _every_value() -> Iterator[Any]:
     for dtype, shape in product(DTYPES, SHAPES):
         yield _value(dtype, shape)
@@ -241,7 +254,7 @@ def test_stores_in_one_step() -> None:
     def calls() -> Iterator[tuple[Any, ...]]:
         for dtype, shape in product(DTYPES, SHAPES):
             for mask in _masks(shape):
-                for value in (_value(dtype, shape), _value(dtype, ()), _value(tl.int32, shape), 3, 0.5):
+                for value in (_value(dtype, shape), _value(dtype, ()), _value(tl.int32, shape), 0, 3, 0.5, False):
                     yield _pointers(dtype, shape), value, mask
 
     with np.errstate(all="ignore"):
@@ -272,9 +285,10 @@ def test_choices_and_blocks_in_one_step() -> None:
             _value(tl.int1, (4, 2)),
             _compared(()),
         ):
-            sides = [_value(dtype, shape) for dtype, shape in product(DTYPES, ((), (4,), (4, 2)))]
+            sides = [_value(dtype, shape) for dtype, shape in product(DTYPES, ((), (4,), (4, 2), (4, 1), (1, 2)))]
             for side in sides:
-                for other in (*CONSTANTS, tl.constexpr(3), sides[10], _value(side.dtype, ()), _value(side.dtype, (4,))):
+                blocks = [_value(side.dtype, shape) for shape in ((), (4,), (1, 2))]
+                for other in (*CONSTANTS, tl.constexpr(3), sides[17], *blocks):
                     yield condition, side, other
                     yield condition, other, side
             yield from ((condition, x, y) for x, y in product((0, 1, -5, 0.5, True, 2**40), repeat=2))
@@ -290,3 +304,38 @@ def test_choices_and_blocks_in_one_step() -> None:
         ([], 0, tl.int32),
     ]
     assert _differences(tl, "full", iter([*blocks, ([8], _value(tl.int32, ()), tl.int32)] * 2), 18) == []
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min"])
+def test_reductions_in_one_step(name: str) -> None:
+    """Along every axis, and of all elements; sums that overflow, too."""
+    large = _value(tl.int32, (4, 2))
+    large.handle.data[:] = 2**31 - 1
+    ways = getattr(tl, name), shortcuts.REPLACED[tl, name]
+    outcomes = []
+    with np.errstate(all="ignore"):
+        scope = stock._patch_lang(_kinds)
+        try:
+            for value, axis in product((*_every_value(), large), (None, 0, 1, 2, -1, tl.constexpr(0))):
+                for options in ({}, {"keep_dims": True}):
+                    pair = []
+                    for way in ways:
+                        try:
+                            pair.append(_outcome(way(value, axis, **options)))
+                        except Exception as error:
+                            pair.append(type(error).__name__)
+                    outcomes.append((value.type, axis, options, pair))
+        finally:
+            scope.restore()
+    assert [each for each in outcomes if each[-1][0] != each[-1][1]] == []
+    assert sum(isinstance(pair[0], tuple) for *_, pair in outcomes) > 300
+
+
+def test_integer_arguments_are_converted_once() -> None:
+    """The second time with the same result as the first; truth values, which equal integers, are refused as before."""
+    numbers = (0, 1, -1, 16, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**32, 2**63 - 1)
+    first, second = [[_outcome(stock._implicit_cvt(number)) for number in numbers] for _ in range(2)]
+    assert first == second
+    assert [kind for kind, *_ in first] == ["int32"] * 6 + ["int64"] * 4
+    with pytest.raises(ValueError, match="exceeds dtype"):
+        stock._implicit_cvt(True)

@@ -5,13 +5,29 @@ for broadcasts, conversions and errors. Like operators.py, this changes no value
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from .operators import BEYOND, FLOATS, INTEGERS, Operator, Value, constant, converted, keep, like_of, made, named
+from .operators import (
+    BEYOND,
+    FLOATS,
+    INTEGERS,
+    Operator,
+    Value,
+    broadcast_shape,
+    constant,
+    converted,
+    extreme,
+    keep,
+    like_of,
+    made,
+    named,
+)
 
 Handle = interpreter.TensorHandle
 _block, _pointer, _constexpr = tl.block_type, tl.pointer_type, tl.constexpr
@@ -20,10 +36,12 @@ _WORDS = FLOATS | INTEGERS.keys()
 
 def quick(name: str, stock: Operator) -> Operator:
     """A function of the language that tries the fast path first; `stock` itself if there is none."""
-    ways = {
+    ways: dict[str, Callable[[Operator], Operator]] = {
         "load": _load,
         "store": _store,
         "where": _where,
+        "minimum": partial(extreme, np.minimum),
+        "maximum": partial(extreme, np.maximum),
         "cast": converted,
         "arange": _same_again,
         "full": _same_again,
@@ -85,27 +103,37 @@ def _store(stock: Operator) -> Operator:
 
     def call(pointer: Any, value: Any, mask: Any = None, *rest: Any, **options: Any) -> Any:
         element = None if rest or options else _element(pointer)
-        if element is not None and not pointer.dtype.is_const() and type(value) is Value:
+        if element is not None and not pointer.dtype.is_const():
             shape = _shape(pointer)
-            if value.dtype.name == element.name and _shape(value) is shape:
+            handle = _stored(value, shape, element)
+            if handle is not None:
                 if mask is None:
                     everywhere = _filler(True, shape, tl.int1)
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, everywhere, *policies)
+                    semantic.builder.create_masked_store(pointer.handle, handle, everywhere, *policies)
                     return Value(None, tl.void)
                 if type(mask) is Value and mask.dtype.name == "int1" and _shape(mask) is shape:
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, mask.handle, *policies)
+                    semantic.builder.create_masked_store(pointer.handle, handle, mask.handle, *policies)
                     return Value(None, tl.void)
         return stock(pointer, value, mask, *rest, **options)
 
     return call
 
 
+def _stored(value: Any, shape: Any, element: Any) -> Any:
+    """Handle of a value to store, with this shape and element type, or of 0; None: take the stock path."""
+    if type(value) is Value:
+        return value.handle if value.dtype.name == element.name and _shape(value) is shape else None
+    return _filler(0, shape, element) if type(value) is int and value == 0 and element.name in INTEGERS else None
+
+
 def _where(stock: Operator) -> Operator:
     def call(condition: Any, x: Any, y: Any) -> Any:
         if type(condition) is Value and condition.dtype.name == "int1":
-            shape = _shape(condition)
+            shape = _joint_shape(condition, x, y)
             element = x.dtype if type(x) is Value else y.dtype if type(y) is Value else tl.int32
-            left, right = _side(x, shape, element), _side(y, shape, element)
+            left = right = None
+            if shape is not NotImplemented:
+                left, right = _side(x, element), _side(y, element)
             if left is not None and right is not None and left.data.dtype.char == right.data.dtype.char:
                 data = np.where(condition.handle.data, left.data, right.data)
                 return made(like_of(element, shape), data, right.dtype.scalar)
@@ -114,14 +142,25 @@ def _where(stock: Operator) -> Operator:
     return call
 
 
-def _side(value: Any, shape: Any, element: Any) -> Any:
-    """Handle of one side of a `where`, a block of this shape or a scalar; None: take the stock path."""
+def _joint_shape(condition: Any, *sides: Any) -> Any:
+    """Shape of a condition and of both sides, None = scalars; NotImplemented: take the stock path."""
+    shape = _shape(condition)
+    for side in sides:
+        if type(side) is Value and type(side.type) is _block and side.type.shape is not shape:
+            shape = NotImplemented if shape is None else broadcast_shape(shape, side.type.shape)
+            if shape is NotImplemented:
+                break
+    return shape
+
+
+def _side(value: Any, element: Any) -> Any:
+    """Handle of one side of a `where`; None: take the stock path."""
     if type(value) is int:
         fits = element.name in INTEGERS and INTEGERS[element.name] <= value < BEYOND
         return constant(value, element) if fits else None
     if type(value) is not Value or value.dtype.name != element.name or element.name not in _WORDS:
         return None
-    return value.handle if _shape(value) is shape or type(value.type) is not _block else None
+    return value.handle
 
 
 _kept_blocks: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}

@@ -102,10 +102,15 @@ def _common(left: Any, right: Any) -> Any:
         return first.shape if type(first) is _block else None
     if type(first) is not _block or first.shape is second.shape:
         return second.shape
-    key = (id(first.shape), id(second.shape))
+    return broadcast_shape(first.shape, second.shape)
+
+
+def broadcast_shape(first: Any, second: Any) -> Any:
+    """The broadcast shape of two shapes of blocks; NotImplemented: the stock path broadcasts, or raises."""
+    key = (id(first), id(second))
     kept = _kept_shapes.get(key)
     if kept is None:
-        kept = (first.shape, second.shape, _broadcast(first.shape, second.shape))
+        kept = (first, second, _broadcast(first, second))
         keep(_kept_shapes, key, kept)
     return kept[2]
 
@@ -177,6 +182,18 @@ def _binary(
         if is_truth:  # the handle of a truth value has the type of the compared operands
             like = like_of(tl.int1, like.type.shape if type(like.type) is _block else None)
         return made(like, compute(data, right), dtype)
+
+    return call
+
+
+def extreme(compute: Callable[..., Any], stock: Operator) -> Operator:
+    """The smaller or larger of two integers."""
+    fast = _binary(compute, frozenset(INTEGERS), False, _LIMITS, stock)
+
+    def call(x: Any, y: Any, *rest: Any, **options: Any) -> Any:
+        if rest or options or type(x) is not Value:
+            return stock(x, y, *rest, **options)
+        return fast(x, y)
 
     return call
 

@@ -41,6 +41,7 @@ def apply() -> None:
     _make_handles_at_once()
     _compute_at_once()
     _convert_only_what_differs()
+    _reduce_at_once()
 
 
 def direct(member: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
@@ -185,3 +186,41 @@ def _convert_only_what_differs() -> None:
 
     _replace(TritonSemantic, "binary_op_type_checking_impl", check)
     _replace(TritonSemantic, "broadcast_impl_value", broadcast)
+
+
+def _reduce_at_once() -> None:
+    """Let numpy compute sums, maxima and minima of integers along one axis, or of all, in one step."""
+    for name, compute in (("sum", np.add.reduce), ("max", np.maximum.reduce), ("min", np.minimum.reduce)):
+        _replace(tl, name, _reduction(compute, getattr(tl, name)))
+
+
+def _reduction(compute: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    shapes: dict[tuple[int, int], tuple[Any, Any]] = {}
+    tensor, block_type = tl.tensor, tl.block_type
+
+    def call(input: Any, axis: Any = None, **options: Any) -> Any:
+        kind: Any = getattr(input, "type", None)
+        number = axis.value if type(axis) is tl.constexpr else axis
+        if options or type(kind) is not block_type or input.dtype.name not in _INTEGERS:
+            return stock(input, axis, **options)
+        data, element = input.handle.data, input.dtype
+        if data.dtype.char not in _PLAIN or data.size != kind.numel or data.ndim != len(kind.shape):
+            return stock(input, axis)
+        if number is None or (number == 0 and data.ndim == 1):
+            try:
+                found = np.array([compute(data, axis=None)], dtype=data.dtype)
+            except OverflowError:
+                return stock(input, axis)  # which says where
+            return tensor(Handle(found, element), element)
+        if type(number) is not int or not 0 <= number < data.ndim:
+            return stock(input, axis)
+        found = compute(data, axis=number, dtype=data.dtype)
+        kept = shapes.get((id(kind.shape), number))
+        if kept is None:
+            if len(shapes) >= _MAX_CONSTANTS:
+                shapes.clear()
+            # It refers to the shape whose id is in the key.
+            kept = shapes[id(kind.shape), number] = kind.shape, block_type(element, list(found.shape)).shape
+        return tensor(Handle(found, element), block_type(element, kept[1]))
+
+    return call

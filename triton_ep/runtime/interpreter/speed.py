@@ -26,6 +26,7 @@ def apply() -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._patch_lang = LanguagePatch(interpreter._patch_lang, _quick)
     _keep_shapes()
+    _keep_integers()
     shortcuts.apply()
 
 
@@ -74,6 +75,25 @@ def _keep_shapes() -> None:
 
     tl.block_type.__init__ = init_type
     tl.tensor.__init__ = init_value
+
+
+def _keep_integers() -> None:
+    """Convert an integer argument of a kernel only once; no code changes a value's data."""
+    stock = interpreter._implicit_cvt
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def convert(arg: Any) -> Any:
+        if type(arg) is not int:
+            return stock(arg)
+        kept = known.get(arg)
+        if kept is None:
+            value = stock(arg)
+            value.handle.data.flags.writeable = False
+            kept = value.handle.data, value.type
+            operators.keep(known, arg, kept)
+        return tl.tensor(interpreter.TensorHandle(*kept), kept[1])
+
+    interpreter._implicit_cvt = convert
 
 
 def _cached_np_dtype(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
