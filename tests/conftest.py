@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--replays", type=int, default=500, help="replays of captured pairs on GPUs (layer/test_replays.py)"
     )
     group.addoption(
-        "--sequences", type=int, default=5, help="random sequences of calls (test_random_calls, test_random_modules)"
+        "--sequences", type=int, default=3, help="random sequences of calls (test_random_calls, test_random_modules)"
     )
     group.addoption(
         "--chaos-seeds",
