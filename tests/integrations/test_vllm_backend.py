@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations import vllm_batches as batches
-from triton_ep.errors import WaitTimeout
+from triton_ep.errors import ConfigError, WaitTimeout
 from triton_ep.integrations.vllm import backend
 
 # Import vLLM in the ranks only: it registers ops and settings for the whole process.
@@ -92,6 +92,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str) -> None:
         assert moe.moe_parallel_config.use_batched_activation_format is batched
         quant = config.FusedMoEQuantConfig.make()
         made = unquantized.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True)
+        with pytest.raises(ConfigError, match="--moe-backend"):
+            unquantized.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True, use_monolithic=True)
         assert type(made).__name__ == "TritonEPPrepareAndFinalize" and made.max_tokens == batches.MOST
         slabs = {"max_num_tokens": batches.MOST, "num_dispatchers": ranks} if batched else {}
         experts = batches.numbered_experts(

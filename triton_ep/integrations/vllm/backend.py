@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from triton_ep.errors import LaunchError
+from triton_ep.errors import ConfigError, LaunchError
 
 PEERS = {"triton_ep": "deepep_high_throughput", "triton_ep_low_latency": "deepep_low_latency"}
 """Our names, with vLLM's name for DeepEP in the same format."""
@@ -144,11 +144,16 @@ def _extend_moe_layers() -> None:
         setattr(FusedMoEParallelConfig, name, _property(FusedMoEParallelConfig, name))
 
     @functools.wraps(original)
-    def make(moe: Any, *given: Any, all2all_manager: Any = None, **named: Any) -> Any:
+    def make(moe: Any, *given: Any, **named: Any) -> Any:
         parallel = moe.moe_parallel_config
         if not parallel.use_all2all_kernels or parallel.all2all_backend not in PEERS:
-            return original(moe, *given, all2all_manager=all2all_manager, **named)
-        manager = all2all_utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
+            return original(moe, *given, **named)
+        if named.get("use_monolithic"):
+            raise ConfigError(
+                f"--all2all-backend {parallel.all2all_backend} needs experts that take rows, but vLLM has chosen ones "
+                "that route by themselves. Choose others with --moe-backend."
+            )
+        manager = named.get("all2all_manager") or all2all_utils.get_ep_all2all_manager()
         sizes = {"hidden": moe.hidden_dim, "topk": moe.experts_per_token, "num_experts": moe.num_experts}
         return manager.get_handle({**sizes, "max_tokens": moe.max_num_tokens, "dtype": moe.in_dtype})
 
