@@ -39,7 +39,7 @@ test: $(TOOLS)  ## lint, types, then every test that needs no GPU; tests with ra
 	$(RUN) -m pytest tests --backend host -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 PEERS := build/peers
-peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without dependencies
+peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0 \
 	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 sglang==0.5.23 vllm==0.33.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest --backend host tests/integrations/test_megatron_core.py \

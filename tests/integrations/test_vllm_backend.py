@@ -90,6 +90,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str) -> None:
         moe = _moe(settings)
         batched = name == "triton_ep_low_latency"
         assert moe.moe_parallel_config.use_batched_activation_format is batched
+        # With tables for round robin vLLM would not place experts in blocks, which experts without a map rely on.
+        assert not moe.moe_parallel_config.needs_round_robin_routing_tables
         quant = config.FusedMoEQuantConfig.make()
         made = unquantized.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True)
         with pytest.raises(ConfigError, match="--moe-backend"):

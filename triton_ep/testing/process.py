@@ -355,12 +355,13 @@ class RankProcess:
         return text or f"(no Python stack was written; its main thread is {self._state()})"
 
     def _state(self) -> str:
-        """State of the main thread in words of Linux, and the call of the kernel in which it is: a thread that waits in
-        a driver runs no signal handler, and so writes no stack."""
+        """State of the main thread in words of Linux, and where in the kernel it waits: what is known of a thread that
+        has run no signal handler."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
             state = next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "unknown")
-            return f"{state}, in {Path(f'/proc/{self.pid}/wchan').read_text().strip('0') or 'no call of the kernel'}"
+            place = Path(f"/proc/{self.pid}/wchan").read_text().strip()
+            return f"{state}, in {'no call of the kernel' if place in ('', '0') else place}"
         except OSError:
             return "gone"
 

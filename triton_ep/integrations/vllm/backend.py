@@ -4,8 +4,7 @@ vLLM has no registry of all2all backends. Their names are a `Literal`, and the p
 `register`, the plugin's entry point, adds our names to the `Literal` and answers at these places:
 
     ParallelConfig.use_sequence_parallel_moe, use_batched_dp_moe      as for DeepEP's backend of the same format
-    FusedMoEParallelConfig.use_batched_activation_format,             the same
-      needs_round_robin_routing_tables
+    FusedMoEParallelConfig.use_batched_activation_format              the same
     CompilationConfig.set_splitting_ops_for_v1                        no CUDA graphs with `triton_ep`: the host waits
     current_platform.get_device_communicator_cls                      the same class, with our manager (manager.py)
     maybe_make_prepare_finalize                                       our TritonEPPrepareAndFinalize
@@ -62,7 +61,7 @@ def _add_backends() -> None:
     split, communicator = compilation.CompilationConfig.set_splitting_ops_for_v1, platform.get_device_communicator_cls
     field = config.__dataclass_fields__["all2all_backend"]
 
-    widened = Literal[(*names, *PEERS)]  # type: ignore[valid-type]
+    widened = Literal[(*names, *PEERS)]  # type: ignore[valid-type]  # made here, not a type that can be checked
     parallel.All2AllBackend = config.__annotations__["all2all_backend"] = field.type = widened
     rebuild_dataclass(config, force=True)
     arguments = sys.modules.get("vllm.engine.arg_utils")
@@ -132,16 +131,15 @@ def _communicator(original: Callable[[], str]) -> Callable[[Any], str]:
     return get_device_communicator_cls
 
 
+@functools.cache  # once in a process
 def _extend_moe_layers() -> None:
-    """Let vLLM's MoE layers use these backends. Idempotent; only called where one of them is chosen."""
+    """Let vLLM's MoE layers use these backends. Only called where one of them is chosen."""
     from vllm.model_executor.layers.fused_moe import all2all_utils
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     original = all2all_utils.maybe_make_prepare_finalize
-    if getattr(original, "of_triton_ep", False):
-        return
-    for name in ("use_batched_activation_format", "needs_round_robin_routing_tables"):
-        setattr(FusedMoEParallelConfig, name, _property(FusedMoEParallelConfig, name))
+    format_of_rows = _property(FusedMoEParallelConfig, "use_batched_activation_format")
+    FusedMoEParallelConfig.use_batched_activation_format = format_of_rows
 
     @functools.wraps(original)
     def make(moe: Any, *given: Any, **named: Any) -> Any:
@@ -157,7 +155,6 @@ def _extend_moe_layers() -> None:
         sizes = {"hidden": moe.hidden_dim, "topk": moe.experts_per_token, "num_experts": moe.num_experts}
         return manager.get_handle({**sizes, "max_tokens": moe.max_num_tokens, "dtype": moe.in_dtype})
 
-    make.of_triton_ep = True  # type: ignore[attr-defined]
     # Modules that have imported the function keep it under their own names.
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})  # not the attribute: other packages import lazily

@@ -21,8 +21,6 @@ from triton_ep.layer import EPAll2AllLayer
 
 __all__ = ["TritonEPAll2AllManager", "communicator_over"]
 
-_communicators: dict[str, str] = {}
-
 
 class TritonEPAll2AllManager(All2AllManagerBase):
     """What vLLM asks of an all2all backend. Collective over all ranks of the job: the first one joins triton_ep.
@@ -90,7 +88,8 @@ class TritonEPAll2AllManager(All2AllManagerBase):
 
 def communicator_over(name: str) -> str:
     """Name of a communicator like the platform's, which is given by name, with our manager for expert parallelism."""
-    if name not in _communicators:
+    made = f"TritonEP{name.rpartition('.')[2]}"
+    if made not in globals():
         base: Any = resolve_obj_by_qualname(name)
 
         class TritonEPCommunicator(base):
@@ -102,7 +101,5 @@ def communicator_over(name: str) -> str:
                     self.all2all_manager = TritonEPAll2AllManager(self.cpu_group, self.device_group, parallel)
 
         TritonEPCommunicator.__doc__ = f"{base.__name__} with triton_ep's all2all manager."
-        made = f"TritonEP{base.__name__}"
         globals()[made] = TritonEPCommunicator
-        _communicators[name] = f"{__name__}.{made}"
-    return _communicators[name]
+    return f"{__name__}.{made}"
