@@ -1,13 +1,14 @@
 """Launches most kernels of a dispatch and a combine on a machine without a GPU, and prints what the driver got.
 
-    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER python kept_kernels_program.py FOLDER [watch]
+    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER python kept_kernels_program.py FOLDER [watch] [locks]
 
 FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. The last line is JSON. Addresses are made up, so that they are
 the same in two processes. With "watch", the program counts what Triton's front end does, and after all launches a
-profiler hooks into one more.
+profiler hooks into one more. With "locks", it counts the kernels that are loaded while a lock for compiling is held.
 """
 
 import ctypes
+import fcntl
 import json
 import struct
 import sys
@@ -44,6 +45,13 @@ class CDriver:
     def function(self, library: int, symbol: str, shared: int, side_by_side: bool) -> int:
         """A handle of the kernel."""
         return 32
+
+    def registers(self, function: int) -> int:
+        """As the stand-in says."""
+        number = ctypes.c_int(-1)
+        registers_of_a_thread = 4
+        self._library.cuFuncGetAttribute(ctypes.byref(number), registers_of_a_thread, ctypes.c_void_p(function))
+        return number.value
 
     def tensor_map(self, address: int, *about: Any) -> bytes:
         """A map that contains the address, to be recognised."""
@@ -124,6 +132,27 @@ def count_triton(counts: dict[str, int]) -> None:
     source.__init__ = counted("sources", source.__init__)
 
 
+def count_locked_loads(counts: dict[str, int]) -> None:
+    """Count the kernels that are loaded, by the driver or by Triton, while any lock of jit_cache is held."""
+    from triton.compiler import CompiledKernel
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts["loads"] += 1
+            for path in jit_cache.root().glob("*/.compiling-*"):
+                with path.open("ab") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        counts["locked"] += 1
+            return function(*args)
+
+        return call
+
+    for owner, name in ((CDriver, "load"), (CompiledKernel, "_init_handles")):
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
 def told_to_a_profiler(launcher: launch.Launcher, values: dict[str, Any]) -> list[str]:
     """Names of the kernels that Triton reports to its hooks when this kernel is launched."""
     from triton import knobs
@@ -134,7 +163,7 @@ def told_to_a_profiler(launcher: launch.Launcher, values: dict[str, Any]) -> lis
     return names
 
 
-def main(folder: str, mode: str = "") -> None:
+def main(folder: str, *modes: str) -> None:
     """Launch all kernels and print the results."""
     stand_ins = {
         (torch._C, "_cuda_getDevice"): lambda: 0,
@@ -149,14 +178,23 @@ def main(folder: str, mode: str = "") -> None:
     driver = CDriver(stand_in)
     jit_cache._driver = lambda: driver
     counts = {"compile": 0, "sources": 0}
-    if mode == "watch":
+    locked = {"loads": 0, "locked": 0}
+    if "watch" in modes:
         count_triton(counts)
+    if "locks" in modes:
+        count_locked_loads(locked)
     requests = [request for request in layer_requests(SHAPE, CALLS) if request.kernel not in SLOW]
     began = time.perf_counter()
     launches = [launch_of(stand_in, request) for request in requests]
     seconds = time.perf_counter() - began
-    found = {"counts": dict(counts), "loaded": driver.loaded, "triton": "triton" in sys.modules, "seconds": seconds}
-    if mode == "watch":
+    found = {
+        "counts": dict(counts),
+        "locks": locked,
+        "loaded": driver.loaded,
+        "triton": "triton" in sys.modules,
+        "seconds": seconds,
+    }
+    if "watch" in modes:
         stand_in.expect_parameters(0, (ctypes.c_int * 0)())
         found["told"] = told_to_a_profiler(*_launcher_of(requests[0]))
     print(json.dumps({**found, "launches": launches}))

@@ -28,9 +28,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_stand_in(tmp_path_factory.mktemp("driver"))
 
 
-def _run(stand_in: Path, cache: Path, mode: str = "") -> dict[str, Any]:
+def _run(stand_in: Path, cache: Path, *modes: str) -> dict[str, Any]:
     """Run a process; return its launches and what they needed."""
-    done = run_with_stand_in([HERE / "kept_kernels_program.py", stand_in, mode], stand_in, cache)
+    done = run_with_stand_in([HERE / "kept_kernels_program.py", stand_in, *modes], stand_in, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -38,7 +38,7 @@ def _run(stand_in: Path, cache: Path, mode: str = "") -> dict[str, Any]:
 
 def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path) -> None:
     """Kernels of a dispatch and combine get the same bytes, and two processes that begin together compile each once;
-    damaged files are compiled and written again."""
+    damaged files are compiled and written again, and no kernel is loaded while others wait for a lock."""
     with ThreadPoolExecutor() as pool:
         cold, beside = pool.map(lambda _: _run(stand_in, tmp_path, "watch"), range(2))
     count = len(cold["launches"])
@@ -63,8 +63,10 @@ def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path)
     kept[0].write_bytes(whole[kept[0]][:-100])
     kept[1].write_bytes(whole[kept[1]].replace(b'"threads": ', b'"threads": 1', 1))
     (state / "kernels").write_bytes(whole[state / "kernels"].replace(b"ptr", b"prt"))
-    mended = _run(stand_in, tmp_path, "watch")
+    mended = _run(stand_in, tmp_path, "watch", "locks")
     assert mended["counts"] == {"compile": 2, "sources": 2}
+    assert mended["locks"]["loads"] >= count
+    assert mended["locks"]["locked"] == 0
     assert mended["loaded"] == count - 2
     assert mended["launches"] == cold["launches"]
     assert mended["told"] == [cold["launches"][0]["kernel"]]
@@ -230,7 +232,6 @@ def test_foreign_files_are_not_loaded(tmp_path: Path) -> None:
         "params": ["ptr", "ptr"],
         "threads": 128,
         "shared": 0,
-        "program": [4, 32, 0],
     }
     kept = JitCache(tmp_path, driver)  # type: ignore[arg-type]
     path = kept._path(wanted)
@@ -241,7 +242,7 @@ def test_foreign_files_are_not_loaded(tmp_path: Path) -> None:
     jit_cache._write(path, {**told, "request": wanted.as_dict()}, b"a cubin")
     found = kept.kernel(wanted, 0)
     assert found is not None
-    assert tuple(found.program) == (4, 32, 0)
+    assert found.registers == driver.registers(None)
     assert kept.kernel(wanted, 0) is found
     assert len(driver.loaded) == 1
     assert kept.kernel(wanted, 1) is not found  # a kernel of another GPU

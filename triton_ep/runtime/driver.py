@@ -81,6 +81,13 @@ class Driver:
             prefer_shared_memory(int(function))
         return function
 
+    def registers(self, function: Any) -> int:
+        """Registers per thread of a kernel (CUfunction)."""
+        cuda = self._cuda
+        status, number = cuda.cuFuncGetAttribute(cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
+        self._check(status, "asking for the registers of a kernel")
+        return int(number)
+
     def launcher(
         self, function: Any, threads: int, shared: int, params: int, what: str, early: bool
     ) -> Callable[[int, int], None]:

@@ -11,6 +11,8 @@ complete or not at all. A file that is unreadable or damaged counts as missing: 
 anew. Nothing is ever removed; the folder triton_ep may be deleted at any time.
 
 The ranks of a host ask for the same kernels at the same time. One of them compiles, and the others take its file.
+Nobody loads a kernel while others wait for its lock: loading waits for kernels of this process that run, and those may
+wait for the very ranks that wait for the lock.
 """
 
 from __future__ import annotations
@@ -36,13 +38,12 @@ from triton_ep.runtime.files import write_complete
 from triton_ep.runtime.library import Entry, check_entry
 from triton_ep.runtime.parameters import declared, interface
 from triton_ep.runtime.plans.request import KernelRequest
-from triton_ep.runtime.plans.residency import Program
 from triton_ep.runtime.sources import hash_of_all
 
 if TYPE_CHECKING:
     from triton_ep.kernels.spec import KernelSpec
 
-FORMAT = 1
+FORMAT = 2
 """Part of STATE; raise it with every change of the file format."""
 _KERNELS = "kernels"
 _LOCKS = 64
@@ -54,10 +55,10 @@ _log = logging.getLogger("triton_ep.jit")
 
 
 class Kept(NamedTuple):
-    """A loaded compiled kernel, and the resources of one of its programs."""
+    """A loaded compiled kernel, and the registers of a thread."""
 
     kernel: Kernel
-    program: Program
+    registers: int
 
 
 class JitCache:
@@ -115,22 +116,27 @@ class JitCache:
         library = self._driver.load(cubin, entry.file)
         self._libraries.append(library)
         function = self._driver.function(library, entry.symbol, entry.shared, bool(request.side_by_side))
-        return Kept(Kernel(entry, function, self._driver), Program(*told["program"]))
+        return Kept(Kernel(entry, function, self._driver), self._driver.registers(function))
 
-    def store(self, spec: KernelSpec, request: KernelRequest, compiled: Any, program: Program) -> None:
-        """Keep a kernel that the JIT has compiled and loaded, if it can be launched without Triton."""
+    def holds(self, request: KernelRequest) -> bool:
+        """Whether there is a whole file of this variant."""
+        return _read(self._path(request)) is not None
+
+    def store(self, spec: KernelSpec, request: KernelRequest, compiled: Any) -> None:
+        """Keep a kernel that the JIT has compiled, if it can be launched without Triton."""
         if self.info(spec.name) is None:
             return  # STATE does not cover its sources
         path = self._path(request)
         try:
             told = {"request": request.as_dict(), "file": path.name, **interface(spec, request, compiled)}
-            _write(path, {**told, "program": program}, compiled.asm["cubin"])
+            _write(path, told, compiled.asm["cubin"])
         except (ValueError, KeyError, OSError) as error:
             _log.info("%s is not kept: %s", spec.name, error)
 
     @contextlib.contextmanager
     def alone(self, request: KernelRequest) -> Iterator[None]:
-        """While one process compiles a variant, others of the same host wait here, MOST_WAIT_S at most.
+        """While one process compiles a variant, others of the same host wait here, MOST_WAIT_S at most. Nothing that
+        waits for a GPU may be done meanwhile.
 
         A process that ends gives its lock back. Where files cannot be locked, nobody waits.
         """

@@ -9,7 +9,6 @@ have compiled (jit_cache.py), never loads the compiler.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
@@ -387,31 +386,36 @@ class Launcher:
                 return self._start_of_library(kernel, request)
             self._compiled.clear()
             self._use_jit()
-        kept = self._kept(request)
-        with contextlib.nullcontext() if kept or self._cache is None else self._cache.alone(request):
-            kept = kept or self._kept(request)  # another process may have compiled it meanwhile
-            if kept is None:
-                return self._compiled_now(kind, request)
-        self._note(kept.program)
-        return self._start_of_library(kept.kernel, request)
-
-    def _compiled_now(self, kind: Any, request: KernelRequest) -> Start:
-        """The kernel that the JIT compiles."""
-        start = self._start_of_jit(kind, request)
-        # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
-        kept = self._kept(request) if _has_boxes(request) else None
+        made, kept = None, self._kept(request)
         if kept is None:
-            return start
-        del self._told[kind]
+            made = self._compiled_once(request)
+            # Triton describes matrices to TMA anew at each launch, which takes 20 us for three of them.
+            kept = self._kept(request) if made is None or _has_boxes(request) else None
+        if kept is None:
+            return self._start_of_jit(kind, request, made)
+        entry = kept.kernel.entry
+        self._note(entry.threads // 32, kept.registers, entry.shared)
         return self._start_of_library(kept.kernel, request)
 
     def _kept(self, request: KernelRequest) -> jit_cache.Kept | None:
         """The kernel that the JIT has compiled, now or earlier, and kept on disk; None: there is none to use."""
-        if self._cache is None or request.calls_nvshmem or self.is_hooked:
-            return None
-        return self._cache.kernel(request, torch._C._cuda_getDevice())
+        cache = self._cache_for(request)
+        return None if cache is None else cache.kernel(request, torch._C._cuda_getDevice())
 
-    def _start_of_jit(self, kind: Any, request: KernelRequest) -> Start:
+    def _cache_for(self, request: KernelRequest) -> jit_cache.JitCache | None:
+        """Where this kernel is kept on disk; None: nowhere, or its launches are hooked and go through Triton."""
+        return None if request.calls_nvshmem or self.is_hooked else self._cache
+
+    def _compiled_once(self, request: KernelRequest) -> Any:
+        """The kernel that Triton compiles; None: another process has compiled and kept it meanwhile."""
+        if self._cache is None:
+            return self._compile(request)
+        with self._cache.alone(request):
+            cache = self._cache_for(request)
+            return None if cache is not None and cache.holds(request) else self._compile(request)
+
+    def _compile(self, request: KernelRequest) -> Any:
+        """The kernel that Triton compiles, not loaded; kept on disk."""
         self._use_jit()
         from triton import compile as compile_by_triton
         from triton import knobs
@@ -423,14 +427,18 @@ class Launcher:
         if libs:
             options["extern_libs"] = dict(libs)
         made = compile_by_triton(source_of(self.spec, request), options=options)
+        if self._cache is not None and not request.calls_nvshmem:
+            self._cache.store(self.spec, request, made)
+        return made
+
+    def _start_of_jit(self, kind: Any, request: KernelRequest, made: Any = None) -> Start:
+        """The kernel that Triton has compiled, or compiles now, launched by Triton."""
+        made = made or self._compile(request)
         self._told[kind] = made.launch_metadata
         made.run  # loads it  # noqa: B018
         if request.side_by_side:
             prefer_shared_memory(made.function)
-        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared + self.plan.ring_bytes)
-        self._note(taken)
-        if self._cache is not None and not request.calls_nvshmem:
-            self._cache.store(self.spec, request, made, taken)
+        self._note(made.metadata.num_warps, made.n_regs, made.metadata.shared)
         texts = {name: f"{name}.descriptor()" if _is_boxes(request, name) else name for name in self._order}
         texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; the passed value does not matter
         passed = []
@@ -441,8 +449,9 @@ class Launcher:
         given = ["grid", "1", "1", "where", "function", "metadata", "told", "enter", "leave", *passed]
         return self._written_out(*(_inside(made.run, given, names) or (f"run({', '.join(given)})", names)))
 
-    def _note(self, taken: Program) -> None:
+    def _note(self, warps: int, registers: int, shared: int) -> None:
         """Note the resources of a program; keep the maximum over the variants."""
+        taken = Program(warps, registers, shared + self.plan.ring_bytes)
         self.program = taken if self._taken is None else Program(*map(max, taken, self._taken))
         self._taken = self.program
         Launcher.num_compiled += 1
