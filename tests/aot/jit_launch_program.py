@@ -96,6 +96,7 @@ def pretend_a_gpu() -> None:
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: STREAM,
         (torch.cuda, "current_device"): lambda: 0,
         (torch.cuda, "get_device_capability"): lambda device=0: (9, 0),
+        (launch, "_place"): lambda: -1,  # its tensors are on the CPU
     }
     for (module, name), function in stand_ins.items():
         setattr(module, name, function)

@@ -50,8 +50,10 @@ def as_on_a_gpu() -> None:
     for module in [each for name, each in sys.modules.items() if name.startswith("triton_ep")]:
         if hasattr(module, "INTERPRETING"):
             module.INTERPRETING = False
+        if hasattr(module, "multiprocessors"):
+            module.multiprocessors = lambda device: 132
     launch.Launcher._launch, launch.Launcher._short_cut = record, by_name
-    launch.architecture = lambda: "sm_90"
+    launch.architecture, launch._place = lambda: "sm_90", lambda: -1
     jit_cache.current = lambda *_: None
     SideStream.fork, SideStream.join, SideStream.wait_joined = lambda self: STREAM, lambda self: None, lambda self: None
     moe_block.current_stream = expert_block.current_stream = lambda: STREAM

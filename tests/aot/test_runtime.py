@@ -113,8 +113,9 @@ def aot(built: Built, driver: NotingDriver) -> Aot:
 
 @pytest.fixture
 def compiled_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behave as on a GPU: device 0, stream 77."""
+    """Behave as on a GPU: device 0, stream 77; tensors may be on the CPU."""
     monkeypatch.setattr(runtime, "INTERPRETING", False)
+    monkeypatch.setattr(runtime, "_place", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
 

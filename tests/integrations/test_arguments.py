@@ -440,7 +440,8 @@ def _pipeline(rank: int, nodes: int, ranks_per_node: int) -> None:
         "num_local_experts": 2,
         "alignment": 32,
     }
-    sweep.over(pipeline.permute_and_pad, pad)
+    # On a GPU nothing tells that counts belong to other rows, but an assertion of torch, which ends the process.
+    sweep.over(pipeline.permute_and_pad, pad, *[name for name in pad if name != "x" or sweep.device.type == "cpu"])
     padded_shape, permuted, indices, _, ends = pipeline.permute_and_pad(**pad)
     sweep.over(pipeline.permute, {"mx": rows, "permuted_indices": indices, "padded_shape": padded_shape})
     plain = permuted.dequantize()

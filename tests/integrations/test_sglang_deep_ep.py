@@ -109,7 +109,8 @@ def _sglang(rank: int) -> Iterator[tuple[_Server, list[Any]]]:
     try:
         assert _FOLDER is not None
         with loaded("sglang", _FOLDER, _REAL, server.names) as modules:
-            torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+            if not torch.cuda.is_available():
+                torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
             yield server, modules
     finally:
         torch.cuda.get_device_properties = before

@@ -26,6 +26,9 @@ _NAME = "torchtitan_hybrid_ep"
 pytestmark = [
     pytest.mark.plain,
     pytest.mark.skipif(folder_of("torchtitan", _FILE) is None, reason="torchtitan with HybridEP is not installed"),
+    pytest.mark.skipif(
+        torch.__version__ < (2, 13), reason="torchtitan's ops return objects, as ops of torch 2.11 cannot and 2.13 can"
+    ),
 ]
 
 HIDDEN, TOPK, EXPERTS, MOST = 128, 2, 2, 8  # experts per rank

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.grouped import DEVICE
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn import SwiGLUExperts
@@ -167,7 +168,7 @@ def test_parameters_within_a_larger_buffer():
     found = []
     for offset in (0, 1, 4):
         torch.manual_seed(0)
-        experts = _experts()
+        experts = _experts().to(DEVICE)
         flat = experts.w2.new_zeros(experts.w2.numel() + offset)
         flat[offset:] = experts.w2.detach().flatten()
         experts.w2.data = flat[offset:].view(experts.w2.shape)

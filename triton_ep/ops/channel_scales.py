@@ -7,7 +7,7 @@ import functools
 import torch
 
 from triton_ep.kernels.device import codes
-from triton_ep.runtime.launch import INTERPRETING, Launcher, default_aot
+from triton_ep.runtime.launch import INTERPRETING, Launcher, check_place, default_aot
 from triton_ep.runtime.plans import compute as plans
 
 CHANNELS = codes.CHANNELS
@@ -27,7 +27,11 @@ def quantize_channels(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tu
     Returns:
         [T, H] float8_e4m3fn, saturated, and scale bytes [T, H / 32] uint8: the bytes of [T, H / 128] float32 scales,
         or with `use_ue8m0` H / 128 exponents, then zeros. Values are data * scale.
+
+    Raises:
+        InputError: `x` is where no kernel runs.
     """
+    check_place("x", x)
     num_tokens, hidden = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     sent = torch.empty(num_tokens, hidden // 32, dtype=torch.uint8, device=x.device)

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from triton_ep.runtime.launch import INTERPRETING, Launcher, default_aot
+from triton_ep.runtime.launch import INTERPRETING, Launcher, check_place, default_aot
 from triton_ep.runtime.plans import compact as plans
 
 _CLEARED = 64  # pieces of memory that are made at once
@@ -76,7 +76,12 @@ def _tables(shape: tuple[int, int], device: torch.device, number: int) -> list[t
 def token_layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int, memory: LayoutMemory
 ) -> TokenLayout:
-    """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped. Local; the host waits for nothing."""
+    """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped. Local; the host waits for nothing.
+
+    Raises:
+        InputError: `topk_idx` is where no kernel runs.
+    """
+    check_place("topk_idx", topk_idx)
     num_tokens, topk = topk_idx.shape
     parts = (num_ranks, num_ranks // ranks_per_node, num_experts)
     counts, ranks, nodes, experts, in_rank = memory.take(parts, num_tokens, topk_idx.device)

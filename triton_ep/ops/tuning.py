@@ -13,6 +13,7 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.rows import RowFormat
+from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import SENT_COMPACT, SENT_EVENLY, SENT_TO_EXPERTS
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
@@ -348,7 +349,13 @@ def forwarding_programs(config: EPConfig, device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU."""
+    """Number of multiprocessors of a GPU.
+
+    Raises:
+        InputError: it is none.
+    """
+    if device.type != "cuda":
+        raise InputError(f"tensors are on {device}, but kernels of this process run on GPUs. Move them there.")
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
+from triton_ep.errors import AotMiss, ConfigError, EPError, InputError, LaunchError
 from triton_ep.runtime import jit_cache
 from triton_ep.runtime.cubins import Aot, Kernel, choose
 from triton_ep.runtime.driver import prefer_shared_memory
@@ -210,7 +210,8 @@ class Launcher:
         bound: arguments that are the same in every launch, by name; those that the kernel does not take are ignored.
         extern_libs: name and path of device bitcode, for variants that call NVSHMEM, or a function that returns them.
         aot: library to take the kernel from; None: the JIT, or the interpreter.
-        any_arguments: callers choose all dtypes and sizes, so the kind contains all of them, not only the open ones.
+        any_arguments: callers choose all dtypes, sizes and devices, so the kind contains all of them, not only the
+            open ones, and each launch checks where tensors are.
         early: the kernel may start before the kernel ahead on its stream has ended (kernels/device/early.py).
 
     Attributes:
@@ -223,6 +224,7 @@ class Launcher:
 
             Raises:
                 TypeError: an argument is missing, or the kernel has none of that name.
+                InputError: with `any_arguments`, a tensor is where the kernel does not run.
                 EPError: a hook raised it inside an interpreted kernel (`PeerFailed`).
                 LaunchError: the driver refused.
                 AotMiss: the library lacks the variant. AotCorrupted, AotArchMismatch, AotNvshmemMismatch: it has the
@@ -346,6 +348,8 @@ class Launcher:
     def _launch(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         if grid == 0:
             return
+        if self._any_arguments:
+            self._check_places(args[: self._num_pointers])
         if INTERPRETING:
             named = self.named(args)
             _interpret(self.spec, grid, [named[name] for name in self.spec.arguments], self._constexprs)
@@ -373,6 +377,13 @@ class Launcher:
             start(grid, where, *pointers, *args[self._num_pointers :], told=told, enter=self._enter, leave=self._exit)
             return
         start(grid, where, *pointers, *args[self._num_pointers :])
+
+    def _check_places(self, args: Sequence[Any]) -> None:
+        place = _place()
+        for name, arg in zip(self._names, args, strict=False):
+            tensor = arg.base if isinstance(arg, Boxes) else arg
+            if tensor.get_device() != place:
+                check_place(name.removesuffix("_ptr"), tensor)
 
     def _addresses(self, args: Sequence[Any]) -> list[Any]:
         """Addresses of tensors, and `Boxes` as they are."""
@@ -497,6 +508,30 @@ class Launcher:
         numbers = {self._names[i]: args[i] for i in self._special}
         odd = [name for name, arg in self._bound.items() if isinstance(arg, torch.Tensor) and arg.data_ptr() % WORD]
         return KernelRequest.of(self.plan, types, numbers, [*odd, *[self._names[i] for i in unaligned]])
+
+
+def _place() -> int:
+    """Where kernels run now, as `Tensor.get_device` numbers it."""
+    return -1 if INTERPRETING else int(torch._C._cuda_getDevice())
+
+
+def check_place(name: str, given: torch.Tensor) -> None:
+    """Refuse a tensor that kernels cannot read now. After such a read a process could no longer use its GPU.
+
+    Raises:
+        InputError: it is not on the current GPU, or, where kernels are interpreted, not on the CPU.
+    """
+    if given.get_device() == _place():
+        return
+    if INTERPRETING:
+        raise InputError(
+            f"{name} is on {given.device}, but kernels of this process are interpreted on the CPU. Move it there, or "
+            "start the process without TRITON_INTERPRET=1."
+        )
+    also = ", or make its GPU current" if given.is_cuda else ""
+    raise InputError(
+        f"{name} is on {given.device}, but kernels run on the current GPU, cuda:{_place()}. Move it there{also}."
+    )
 
 
 class _Given:
