@@ -125,7 +125,7 @@ def _check_writes(rank: int, nodes: int, ranks_per_node: int, compact: bool) -> 
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         work = make_workload(
             rank, 2, case.tokens[rank], hidden=case.hidden, topk=case.topk, num_experts=2 * case.experts
-        )
+        ).to(layer.context.device)
 
         def dispatch() -> None:
             if compact:
