@@ -267,7 +267,10 @@ def _mistakes(rank: int, nodes: int, ranks_per_node: int, capacity: int | None, 
     finalize_exchanges()
 
 
-@pytest.mark.parametrize(("capacity", "payload"), [(None, None), (256, "mxfp8")], ids=["exact", "static"])
+@pytest.mark.parametrize(
+    ("capacity", "payload"),
+    [pytest.param(None, None, id="exact"), pytest.param(256, "mxfp8", id="static", marks=pytest.mark.on_gpus)],
+)
 def test_mistakes_are_told_the_others_when_compiled_too(run_ranks, capacity, payload):
     """Arguments and replaced parameters are checked when the graph runs, and where torch.compile traces, the error is
     part of the graph: one raised while tracing would leave the other ranks waiting."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,8 +21,23 @@ from tests.nn import dense
 from triton_ep.distributed import current_heap
 from triton_ep.nn import MoE, finalize_exchanges
 from triton_ep.reference.experts import Activation
+from triton_ep.runtime.launch import INTERPRETING
 
 TOPOLOGIES = ((1, 1), (1, 2), (2, 1), (1, 4))
+
+
+class Sizes(NamedTuple):
+    """Sizes that are drawn from; those of a rank."""
+
+    hidden: list[int]
+    experts: list[int]
+    tokens: list[int]
+    modules: list[int]
+
+
+SIZES = Sizes([32, 64, 256, 320], [1, 2, 4], [5, 17, 40], [1, 2, 3])
+if INTERPRETING:  # an interpreted product takes its time by tiles
+    SIZES = Sizes([32, 64, 160], [1, 2], [5, 17], [1, 2])
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A result, and the gradients of its rows and of their weights."""
 
@@ -43,8 +58,8 @@ class Model:
     def __init__(self, rank: int, nodes: int, ranks_per_node: int, seed: int) -> None:
         draw, self.data = random.Random(seed), torch.Generator().manual_seed(seed)
         self.draw, self.rank, self.world, self.device = draw, rank, nodes * ranks_per_node, current_heap().device
-        self.hidden, self.ffn = draw.choice([32, 64, 256, 320]), draw.choice([32, 64, 96])
-        self.experts, self.tokens = draw.choice([1, 2, 4]) * self.world, draw.choice([5, 17, 40])
+        self.hidden, self.ffn = draw.choice(SIZES.hidden), draw.choice([32, 64, 96])
+        self.experts, self.tokens = draw.choice(SIZES.experts) * self.world, draw.choice(SIZES.tokens)
         self.topk = min(draw.choice([1, 2, 3, 4]), self.experts)
         payload, gated = draw.choice([None, "mxfp8"]), draw.random() < 0.85
         self.activation = Activation(draw.choice(["silu", "silu", "gelu", "relu", "relu2"]), gated)
@@ -53,7 +68,7 @@ class Model:
         options |= {"payload": payload, "precision": draw.choice(["default", "exact"]) if payload else "default"}
         options |= {"capacity": draw.choice([None, 2.0 * self.world]), "router": False, "num_sm": 2, "timeout_s": 60.0}
         options |= {"bias": self.bias, "separate": self.separate, "activation": self.activation.kind, "gated": gated}
-        count = draw.choice([1, 2, 3])
+        count = draw.choice(SIZES.modules)
         self.moes = [MoE(self.hidden, self.ffn, **options, local_world_size=ranks_per_node) for _ in range(count)]
         self.full = [self._weights(moe) for moe in self.moes]
         self.batches = [self._batch() for _ in range(2)]
