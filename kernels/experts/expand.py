@@ -1,7 +1,8 @@
 """Repeat a dispatch's expansion: copy arrived rows, one per token and rank, to the rows of their assignments.
 
 Protocol      Each of the first C programs copies one arrived row to the rows of its assignments. After these, SHARES
-              programs per segment zero its padding. Rows from the end of the last segment on are not written.
+              programs per segment zero its padding, ROWS rows at a time. Rows from the end of the last segment on are
+              not written.
 Layout        arrived [C, H], out [R, W] bf16 row-major, with W of the columns of `arrived`; copies [C, K] int32, rows
               of `out`, -1 = none. One entry of `counts` is the number of valid rows of `arrived` and `copies`.
 Memory order  Plain loads and stores; the kernels follow each other on one stream. No two programs write one row.
@@ -67,6 +68,7 @@ def expand_arrivals_kernel(
     out_ptr,  # out [R, W] bf16
     width,  # W
     SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -86,8 +88,11 @@ def expand_arrivals_kernel(
         expert = (program - copied.num_arrivals) // SHARES
         first = tl.load(segments.offs_ptr + expert) + tl.load(segments.filled_ptr + expert)
         end = tl.load(segments.offs_ptr + expert + 1)
-        zeros = tl.zeros([BLOCK_H], out_ptr.dtype.element_ty)
-        for padding in range(first + (program - copied.num_arrivals) % SHARES, end, SHARES):
-            dest = out_ptr + tl.cast(padding, tl.int64) * width
+        zeros = tl.zeros([ROWS, BLOCK_H], out_ptr.dtype.element_ty)
+        share = (program - copied.num_arrivals) % SHARES
+        for padding in range(first + share * ROWS, end, SHARES * ROWS):
+            row = padding + tl.arange(0, ROWS)
+            dest = out_ptr + row.to(tl.int64)[:, None] * width
             for h in range(0, width, BLOCK_H):
-                tl.store(dest + h + offs, zeros, mask=h + offs < width)
+                inside = (row < end)[:, None] & (h + offs < width)[None, :]
+                tl.store(dest + h + offs[None, :], zeros, mask=inside)

@@ -3,7 +3,7 @@
 As shipped, each launch and each call of a device function searches triton.language for members to patch, each integer
 addition is repeated in int64 for a check whose result is discarded, each dtype look-up builds a table, and each value
 creates nested objects for its shape. Here the search is done once and replayed, the check is off, and tables and shapes
-are kept. shortcuts.py, operators.py and memory.py speed up single operations.
+are kept. shortcuts.py, operators.py and memory.py speed up single operations; pure.py leaves out repeated ones.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
-from . import memory, operators, shortcuts
+from . import memory, operators, pure, shortcuts
 
 
 def apply() -> None:
@@ -28,6 +28,7 @@ def apply() -> None:
     _keep_shapes()
     _keep_integers()
     shortcuts.apply()
+    pure.apply()
 
 
 def translate_kernels() -> None:

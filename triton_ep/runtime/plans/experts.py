@@ -73,7 +73,7 @@ def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str
     """
     if interpreted:
         blocks = min(next_power_of_2(k // 32), 16)
-        return {"WHOLE": k <= 32 * blocks, "ROWS": 32, "BLOCKS": blocks}
+        return {"WHOLE": k <= 32 * blocks, "ROWS": 128, "BLOCKS": blocks}
     blocks = max(next_power_of_2(k // 32), 32)
     if blocks > QUANTIZED_BLOCKS:
         return {"WHOLE": False, "ROWS": 4, "BLOCKS": 32}
@@ -85,7 +85,7 @@ def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
     """ROWS, BLOCK_K and DIRECT of the kernel that converts rows of `k` values back."""
     if interpreted:
-        return {"ROWS": 32, "BLOCK_K": min(next_power_of_2(k), 512), "DIRECT": False}
+        return {"ROWS": 128, "BLOCK_K": min(next_power_of_2(k), 512), "DIRECT": False}
     columns = min(max(next_power_of_2(k), 512), COPIED_COLUMNS)
     return {"ROWS": COPIED_COLUMNS // columns, "BLOCK_K": columns, "DIRECT": False}
 
@@ -205,7 +205,7 @@ PLAIN_TILES = {"bf16": ProductTile(128, 128, 64, 4), "fp8": ProductTile(64, 128,
 
 _INTERPRETED: tuple[tuple[int, ProductTile], ...] = (
     (16, ProductTile(16, 64, 128, 1, swap=True, promote=True, table=False)),
-    (_ANY, ProductTile(64, 128, 128, 1, promote=True)),
+    (_ANY, ProductTile(128, 128, 128, 1, promote=True)),
 )
 
 

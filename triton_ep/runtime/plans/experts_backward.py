@@ -32,8 +32,8 @@ ARRIVAL_COLUMNS, PADDING_SHARES = 1024, 16
 DOWN_BF16 = ProductTile(128, 256, 64, 4)
 DOWN_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
 DOWN_FAST = ProductTile(128, 256, 128, 4)
-DOWN_INTERPRETED = ProductTile(64, 64, 128, 1, promote=True)
-DOWN_INTERPRETED_FP8 = ProductTile(128, 64, 128, 1, promote=True, split=True)
+DOWN_INTERPRETED = ProductTile(128, 32, 128, 1, promote=True)
+DOWN_INTERPRETED_FP8 = ProductTile(128, 32, 128, 1, promote=True, split=True)
 DOWN_COLUMNS, DOWN_COLUMNS_WEIGHTED = 32, 16
 """Columns of a tile that pass through the activation at once, and of a whole tile if rows have weights. With more,
 registers spill in the loop over the sum. With fewer, tiles of two halves take 7 % longer."""
@@ -121,8 +121,9 @@ def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
 @functools.cache
 def expand_arrivals(hidden: int, interpreted: bool) -> Plan:
     """Copy arrived rows to the rows of their assignments; also next to products (`BESIDE_PRODUCTS` in exchange.py)."""
-    shares, block = (1, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, ARRIVAL_COLUMNS)
-    return Plan("expand_arrivals_kernel", {"SHARES": shares, "BLOCK_H": block}, side_by_side=True)
+    shares, rows, block = (1, 128, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, 1, ARRIVAL_COLUMNS)
+    constexprs = {"SHARES": shares, "ROWS": rows, "BLOCK_H": block}
+    return Plan("expand_arrivals_kernel", constexprs, side_by_side=True)
 
 
 # --- requests for an ahead-of-time library ----------------------------------------------------------------------
