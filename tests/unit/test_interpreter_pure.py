@@ -63,7 +63,10 @@ def _with_option(ptr, mask):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        *((each, True) for each in (_plain, _of_plain, job.num_nodes, tables.sums_from_of, tables.tail_ptr)),
+        *(
+            (each, True)
+            for each in (_plain, _of_plain, job.num_nodes, tables.sums_from_of, tables.tail_ptr, tables._bound)
+        ),
         *((each, False) for each in (_reads, _reads_inside, _branches, _of_the_program, _with_option)),
         *((each, False) for each in (waits.wait_flags, spin.acquire_loads)),
     ],

@@ -23,7 +23,7 @@ _METHODS = frozenset(("to",))
 _STATEMENTS = (ast.Assign, ast.Return, ast.Expr)
 _EXPRESSIONS = (
     *(ast.Name, ast.Constant, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Subscript, ast.Slice),
-    *(ast.Tuple, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
+    *(ast.Tuple, ast.List, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 _OTHER_OPERATIONS = frozenset(name for name in dir(tl) if callable(getattr(tl, name))) - _OPERATIONS
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
