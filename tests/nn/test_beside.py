@@ -52,7 +52,8 @@ def _ran_beside(fmt: RowFormat) -> bool:
 def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any], main_grad: bool) -> None:
     world = nodes * ranks_per_node
     torch.manual_seed(3)
-    sizes = {**SIZES, "num_experts": 4 * world, "max_tokens": TOKENS if INTERPRETING else OVERLAPPED_TOKENS}
+    sizes = {**SIZES, "num_experts": 4 if INTERPRETING else 4 * world}
+    sizes["max_tokens"] = TOKENS if INTERPRETING else OVERLAPPED_TOKENS
     moe = MoE(HIDDEN, FFN, **sizes, **options, local_world_size=ranks_per_node)
     ctx = moe.exchange.context
     with mock.patch.object(_FirstGradient, "has_early_part", False):
