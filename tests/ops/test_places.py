@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,15 +47,8 @@ def test_tensors_of_the_host_are_refused_on_a_gpu(name):
 
 def test_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the host, tensors of another GPU, tensors of a GPU where kernels are interpreted."""
-
-    class Elsewhere(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
-        device = torch.device("cuda:1")  # type: ignore[assignment]
-
-        def get_device(self) -> int:
-            return 1
-
-    here, there = torch.ones(4), torch.ones(4).as_subclass(Elsewhere)
+    here = torch.ones(4)
+    there: Any = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True, get_device=lambda: 1)
     monkeypatch.setattr(launch, "INTERPRETING", True)
     launch.check_place("x", here)
     with pytest.raises(InputError, match=r"^x is on cuda:1, .* interpreted on the CPU\. Move it there, or .*INTERPRET"):

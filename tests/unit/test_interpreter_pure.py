@@ -94,8 +94,7 @@ def _kernel(out_ptr, ptr, a, n):
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Arguments with which the pure functions of this module are evaluated."""
     seen: list[tuple[Any, ...]] = []
-    rewritten = triton.runtime.interpreter.InterpretedFunction.rewritten_fn
-    stock = rewritten[_plain.fn] if _plain.fn in rewritten else _plain.rewriter.rewrite_ast()
+    stock = _plain.rewrite()
 
     def noting(*args: Any) -> Any:
         seen.append(args)

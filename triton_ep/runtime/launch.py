@@ -379,7 +379,7 @@ class Launcher:
         start(grid, where, *pointers, *args[self._num_pointers :])
 
     def _check_places(self, args: Sequence[Any]) -> None:
-        place = _place()
+        place = _place()  # once, and compared here: each launch takes this way
         for name, arg in zip(self._names, args, strict=False):
             tensor = arg.base if isinstance(arg, Boxes) else arg
             if tensor.get_device() != place:

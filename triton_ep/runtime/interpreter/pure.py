@@ -36,15 +36,11 @@ _results: dict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = {}
 
 def apply() -> None:
     """Change the interpreter's classes. Once per process."""
-    stock_rewrite, stock_launch = interpreter.InterpretedFunction.rewrite, interpreter.GridExecutor.__call__
-    made: dict[Any, Callable[..., Any]] = {}
+    stock_rewrite, stock_launch = interpreter.FunctionRewriter.rewrite_ast, interpreter.GridExecutor.__call__
 
     def rewrite(self: Any) -> Any:
-        known = made.get(self.fn)
-        if known is None:
-            function = stock_rewrite(self)
-            known = made[self.fn] = _once(function) if is_pure(self.fn) else function
-        return known
+        function = stock_rewrite(self)
+        return _once(function) if is_pure(self.fn) else function
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -52,7 +48,7 @@ def apply() -> None:
         finally:
             _results.clear()
 
-    interpreter.InterpretedFunction.rewrite, interpreter.GridExecutor.__call__ = rewrite, launch
+    interpreter.FunctionRewriter.rewrite_ast, interpreter.GridExecutor.__call__ = rewrite, launch
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
