@@ -1,9 +1,12 @@
 """Wrong arguments: a clear error on every rank that can know of it, no hang, and the layer still works afterwards."""
 
+import contextlib
 import os
 import signal
 import time
+from concurrent import futures
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +100,61 @@ def _raise_on_every_rank(run_ranks, nodes, ranks_per_node, names):
                 assert kind == "InputError" and BAD_INPUTS[name][1] in text, (name, kind, text)
             else:
                 assert kind == "PeerFailed" and "rank 1" in text, (name, kind, text)
+
+
+@contextlib.contextmanager
+def _another_gpu(ctx):
+    """Make another GPU current than that of a layer. On the CPU a stand-in says which is."""
+    if ctx.device.type == "cuda":
+        with torch.cuda.device((ctx.device.index + 1) % torch.cuda.device_count()):
+            yield
+        return
+    current = mock.Mock(return_value=0)
+    with mock.patch.object(ctx, "_gpu", 1), mock.patch.object(torch._C, "_cuda_getDevice", current, create=True):
+        yield
+
+
+def _on_another_gpu(rank, nodes, ranks_per_node):
+    with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
+        ctx, inputs = layer.context, _inputs(rank)
+        recv_x, _, desc, hook = layer.dispatch(*inputs, return_recv_hook=True)
+        with _another_gpu(ctx):
+            here, there = (1, 0) if ctx.device.index is None else (ctx.device.index, torch.cuda.current_device())
+            text = rf"layer is on cuda:{here}, but .*cuda:{there}.* torch\.cuda\.set_device\({here}\)"
+            with pytest.raises(InputError, match=text):
+                hook()
+        hook()
+        with _another_gpu(ctx):
+            for call in (
+                lambda: layer.dispatch(*inputs),
+                lambda: layer.dispatch_compact(*inputs),
+                lambda: layer.combine(recv_x, desc),
+                lambda: layer.combine_buffer(4),
+                layer.check,
+                layer.ep_barrier_all,
+            ):
+                with pytest.raises(InputError, match=text):
+                    call()
+        if rank:
+            _in_a_thread(ctx, lambda: layer.combine(recv_x, desc))
+        layer.combine(recv_x, desc)
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 0))
+
+
+def _in_a_thread(ctx, call):
+    """New threads begin with the first GPU, so a layer of another one refuses there."""
+    if ctx.device.type == "cuda":
+        with futures.ThreadPoolExecutor(1) as threads, pytest.raises(InputError, match="new threads begin with cuda:0"):
+            threads.submit(call).result()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_another_current_gpu_is_named(run_ranks, nodes, ranks_per_node):
+    """Kernels run on the current GPU. Nothing is sent from another one, and the layer works afterwards."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU is always current")
+    run_ranks(_on_another_gpu, nodes, ranks_per_node)
 
 
 def _exotic(x):

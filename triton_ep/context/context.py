@@ -34,6 +34,7 @@ from triton_ep.errors import (
     ConfigError,
     EPError,
     FinalizedError,
+    InputError,
     LaunchError,
     PeerFailed,
     WaitTimeout,
@@ -99,6 +100,7 @@ class DispatchCombineContext:
     ) -> None:
         self.config, self.aot = config, aot
         self.group, self.heap, self.device = group, heap, heap.device
+        self._gpu = self.device.index if self.device.type == "cuda" else None
         self.layer_id = secrets.randbits(62)
         self.name, self._members = name, heap.members(group)
         # Dispatches that this host has made; their numbers start at 1. The device keeps a count of its own, which
@@ -321,10 +323,11 @@ class DispatchCombineContext:
         return self._closed or self.heap.closed
 
     def check_open(self) -> None:
-        """Raise if the context was finalized, or failed before.
+        """Raise if no call may begin.
 
         Raises:
             FinalizedError: after `finalize`, or `finalize_distributed`.
+            InputError: another GPU than that of the layer is current; kernels would run there.
             WaitTimeout: after an expired wait; the ranks are out of step.
         """
         if self._closed:
@@ -333,6 +336,13 @@ class DispatchCombineContext:
             raise FinalizedError(
                 "finalize_distributed() was called, which ended this layer, too. Call initialize_distributed() and "
                 "make a new layer on all ranks."
+            )
+        # Private, because torch.cuda.current_device takes microseconds.
+        if self._gpu is not None and torch._C._cuda_getDevice() != self._gpu:
+            raise InputError(
+                f"this layer is on cuda:{self._gpu}, but the current GPU of this thread is "
+                f"cuda:{torch._C._cuda_getDevice()}, where its kernels would run. Call torch.cuda.set_device("
+                f"{self._gpu}) first, in each thread: new threads begin with cuda:0."
             )
         if self.failure is not None:
             raise WaitTimeout(

@@ -153,13 +153,17 @@ class RecvHook:
     """The receiving half of a `dispatch` or `combine`. Call it once, on the stream that uses the outputs.
 
     Raises when called:
-        InputError: it is called a second time.
+        InputError: it is called a second time; another GPU than that of the layer is current, and it may be called
+            again.
         FinalizedError, WaitTimeout: the layer was finalized, or has failed.
         The errors of the call itself.
     """
 
-    def __init__(self, receive: Callable[[], None], results: tuple[object, ...], on_gpu: bool) -> None:
+    def __init__(
+        self, receive: Callable[[], None], results: tuple[object, ...], on_gpu: bool, check: Callable[[], None]
+    ) -> None:
         self._receive: Callable[[], None] | None = receive
+        self._check = check  # raises if it may not be called now
         self._results = results
         self._sent = EPEvent.record() if on_gpu else EPEvent()
         self._stream = current_stream() if on_gpu else None
@@ -168,6 +172,7 @@ class RecvHook:
         """Launch the receiving half on the current stream, after the sending half."""
         if self._receive is None:
             raise InputError("a hook was called twice. The outputs of its call have been valid since the first time.")
+        self._check()
         receive, self._receive = self._receive, None
         if self._stream is not None and current_stream() != self._stream:
             self._sent.current_stream_wait()

@@ -49,12 +49,12 @@ class InFlight:
 
     def hook(self, *results: object) -> RecvHook:
         """The hook that ends the call. results: its results, and everything else that its receiving half reads."""
-        return RecvHook(self._end, results, self.context.device.type == "cuda")
+        ctx = self.context
+        return RecvHook(self._end, results, ctx.device.type == "cuda", ctx.check_open)
 
     def _end(self) -> None:
         ctx = self.context
         try:
-            ctx.check_open()
             ctx.calls.end(self.call)
             with call_range(f"hook of {self.call}", ctx):
                 self._receive()
