@@ -5,11 +5,11 @@
     python tests/bench/bench_doors.py --ranks 4 --parts low-latency --limit 60
 
 Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
-rows padded to 16 without local combine (...-permuted); -fp8 means one byte per value, with scales; -torch- the heap of
-torch. deep_ep and
-hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-ids). elastic, ElasticBuffer, with rows
-by rank and (...-permuted) by expert. megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare
-and finalize in the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
+rows padded to 16 (...-permuted; -permuted-summed since they are summed on their rank before combine sends them); -fp8
+means one byte per value, with scales; -torch- the heap of torch. deep_ep and hybrid_ep, the integrations, the latter by
+a routing map or by ids (...-permuted-summed-ids). elastic, ElasticBuffer, with rows by rank and by expert
+(...-permuted-summed). megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare and finalize in
+the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
 graphs, so they have no host time; both sides quantise one-byte rows in the measured time. There both sides send the
 weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both send them with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
@@ -193,28 +193,32 @@ def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: Hybri
         return buffer.combine_with_unpermute(hidden=rows, handle=handle)[0]
 
     calls: Calls = {
-        ("dispatch", "triton_ep", "permuted"): lambda: layer.dispatch(x, idx, weights),
-        ("dispatch", "hybrid_ep", "permuted"): lambda: buffer.dispatch_with_permute(hidden=x, **by_map),
-        ("dispatch", "hybrid_ep", "permuted-ids"): lambda: buffer.dispatch_with_permute(hidden=x, **by_ids),
-        ("combine", "triton_ep", "permuted"): lambda: layer.combine(recv_x, desc),
-        ("combine", "hybrid_ep", "permuted"): lambda: buffer.combine_with_unpermute(hidden=door_x, handle=handle),
-        ("dispatch-again", "triton_ep", "permuted"): lambda: layer.dispatch_again(x, desc),
-        ("dispatch-again", "hybrid_ep", "permuted"): lambda: buffer.dispatch_with_permute(hidden=x, handle=handle),
-        ("roundtrip", "triton_ep", "permuted"): lambda: layer.combine(*layer.dispatch(x, idx, weights)[::2]),
-        ("roundtrip", "hybrid_ep", "permuted"): door_round,
+        ("dispatch", "triton_ep", "permuted-summed"): lambda: layer.dispatch(x, idx, weights),
+        ("dispatch", "hybrid_ep", "permuted-summed"): lambda: buffer.dispatch_with_permute(hidden=x, **by_map),
+        ("dispatch", "hybrid_ep", "permuted-summed-ids"): lambda: buffer.dispatch_with_permute(hidden=x, **by_ids),
+        ("combine", "triton_ep", "permuted-summed"): lambda: layer.combine(recv_x, desc),
+        ("combine", "hybrid_ep", "permuted-summed"): lambda: buffer.combine_with_unpermute(
+            hidden=door_x, handle=handle
+        ),
+        ("dispatch-again", "triton_ep", "permuted-summed"): lambda: layer.dispatch_again(x, desc),
+        ("dispatch-again", "hybrid_ep", "permuted-summed"): lambda: buffer.dispatch_with_permute(
+            hidden=x, handle=handle
+        ),
+        ("roundtrip", "triton_ep", "permuted-summed"): lambda: layer.combine(*layer.dispatch(x, idx, weights)[::2]),
+        ("roundtrip", "hybrid_ep", "permuted-summed"): door_round,
     }
     one_byte, _, scales, _, _ = buffer.dispatch_with_permute(**fp8, **by_map)
     want, want_scales, _, _ = layer.dispatch_scaled(data, scale, idx, weights)
     assert scales is not None
     _same("one-byte rows", one_byte.view(torch.uint8), want.view(torch.uint8))
     _same("scaling_factor", scales, want_scales)
-    calls["dispatch", "triton_ep", "permuted-fp8"] = lambda: layer.dispatch_scaled(data, scale, idx, weights)
-    calls["dispatch", "hybrid_ep", "permuted-fp8"] = lambda: buffer.dispatch_with_permute(**fp8, **by_map)
+    calls["dispatch", "triton_ep", "permuted-summed-fp8"] = lambda: layer.dispatch_scaled(data, scale, idx, weights)
+    calls["dispatch", "hybrid_ep", "permuted-summed-fp8"] = lambda: buffer.dispatch_with_permute(**fp8, **by_map)
     return calls
 
 
 def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAll2AllLayer) -> Calls:
-    """Calls of ElasticBuffer, checked against the layers: rows by rank, and by expert without local combine."""
+    """Calls of ElasticBuffer, checked against the layers: rows by rank, and by expert."""
     rank, device = dist.get_rank(), layer.context.device
     x = coded_rows(rank, args.tokens, args.hidden, 0, device)
     idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).long()
@@ -224,7 +228,6 @@ def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAl
         num_max_tokens_per_rank=args.tokens,
         hidden=args.hidden,
         num_topk=args.topk,
-        allow_multiple_reduction=False,
         num_gpu_timeout_secs=120.0,
     )
     routing = {"topk_idx": idx, "topk_weights": weights, "num_experts": args.experts, "num_sms": args.num_sm}
@@ -252,9 +255,9 @@ def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAl
         ("combine", "elastic", "compact"): lambda: buffer.combine(found, handle),
         ("dispatch-again", "elastic", "compact"): lambda: buffer.dispatch(x, handle=handle),
         ("roundtrip", "elastic", "compact"): lambda: round_of(routing),
-        ("dispatch", "elastic", "permuted"): lambda: buffer.dispatch(x, **by_expert),
-        ("combine", "elastic", "permuted"): lambda: buffer.combine(expanded, of_experts),
-        ("roundtrip", "elastic", "permuted"): lambda: round_of(by_expert),
+        ("dispatch", "elastic", "permuted-summed"): lambda: buffer.dispatch(x, **by_expert),
+        ("combine", "elastic", "permuted-summed"): lambda: buffer.combine(expanded, of_experts),
+        ("roundtrip", "elastic", "permuted-summed"): lambda: round_of(by_expert),
     }
 
 
@@ -374,7 +377,7 @@ def open_doors(args: argparse.Namespace) -> Iterator[Doors]:
     )
     with (
         EPAll2AllLayer(*sizes, enable_local_combine=per_node == ranks, **options) as layer,
-        EPAll2AllLayer(*sizes, alignment=PAD, **options) as padded,
+        EPAll2AllLayer(*sizes, alignment=PAD, enable_local_combine=True, **options) as padded,
     ):
         calls: Calls = {}
         if "deep_ep" in args.parts:

@@ -58,18 +58,25 @@ def dispatch(
     return torch.cat(rows), torch.cat(probs), torch.tensor(counts)
 
 
-def combine(outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: int) -> torch.Tensor:
-    """[T, H]: sum in float32, expert by expert, of the rows of all ranks' outputs; one rounding."""
+def combine(
+    outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: int, per_rank: bool = True
+) -> torch.Tensor:
+    """[T, H]: sum in float32, expert by expert, of the rows of all ranks' outputs.
+
+    per_rank: as HybridEP, round the sum of each rank before ranks are added; False: round once.
+    """
     mine = inputs[rank]
     total = torch.zeros(mine.hidden.shape, dtype=torch.float32)
-    per_rank = mine.routing_map.shape[1] // len(inputs)
+    of_rank = mine.routing_map.shape[1] // len(inputs)
     for owner, out in enumerate(outputs):
-        start = 0
-        for expert in range(owner * per_rank, (owner + 1) * per_rank):
+        partial, start = torch.zeros_like(total) if per_rank else total, 0
+        for expert in range(owner * of_rank, (owner + 1) * of_rank):
             counts = [int(i.routing_map[:, expert].sum()) for i in inputs]
             first = start + sum(counts[:rank])
-            total[mine.routing_map[:, expert]] += out[first : first + counts[rank]].float()
+            partial[mine.routing_map[:, expert]] += out[first : first + counts[rank]].float()
             start += -(-sum(counts) // pad) * pad
+        if per_rank:
+            total += partial.to(mine.hidden.dtype).float()
     return total.to(mine.hidden.dtype)
 
 

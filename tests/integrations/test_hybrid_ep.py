@@ -72,13 +72,14 @@ WAYS = (
     Way("budget_32", pad=32, budget=160),
     Way("budget_fused_128_no_probs", pad=128, budget=384, probs=False, options=(("fuse_permute_dispatch", True),)),
     Way("ids_256", pad=256, ids=True),
-    Way("known_topk", options=(("topk", TOPK),)),
+    Way("known_topk_rounded_once", options=(("topk", TOPK), ("enable_local_combine", False))),
 )
 
 
 def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
     world_size, device, options = nodes * ranks_per_node, current_heap().device, dict(way.options)
-    buffer = make_buffer(nodes, ranks_per_node, **{name: options.pop(name) for name in ("topk",) if name in options})
+    of_buffer = {name: options.pop(name) for name in ("topk", "enable_local_combine") if name in options}
+    buffer = make_buffer(nodes, ranks_per_node, **of_buffer)
     pad, handles = way.pad or 1, []
     for seed in range(2):
         inputs = make_inputs(world_size, seed)
@@ -134,7 +135,7 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
             hidden=out, probs=probs, handle=handle, pad_multiple=way.pad, fuse_unpermute_combine=bool(seed)
         )
         # Same order of summation as in the kernels: expert by expert, in float32.
-        same(combined, reference.combine(outs, inputs, rank, pad))
+        same(combined, reference.combine(outs, inputs, rank, pad, of_buffer.get("enable_local_combine", True)))
         if way.probs:
             assert torch.equal(again_probs, probs)
             same(combined_probs, inputs[rank].probs)
@@ -281,7 +282,7 @@ def _check_left_out(rank: int, nodes: int, ranks_per_node: int, local_combine: b
         y = outs[rank].to(device)
         for given in (None, probs if rank == 0 else None):
             combined, back = buffer.combine_with_unpermute(hidden=y, probs=given, handle=handle)
-            same(combined, reference.combine(outs, inputs, rank, 1))
+            same(combined, reference.combine(outs, inputs, rank, 1, local_combine))
             assert (back is None) == (given is None)
             if given is not None:
                 same(back, inputs[rank].probs)

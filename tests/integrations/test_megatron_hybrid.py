@@ -88,9 +88,8 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, pad: int, budget: 
         layer.context.read_back = None  # fails if the host waits for counts
         results[number] = batches[number].backward()
         del layer.context.read_back
-    with EPAll2AllLayer(
-        dist.group.WORLD, 16, HIDDEN, TOPK, rank, EXPERTS * world_size, ranks_per_node, world_size, alignment=pad
-    ) as layer:
+    sizes = (16, HIDDEN, TOPK, rank, EXPERTS * world_size, ranks_per_node, world_size)
+    with EPAll2AllLayer(dist.group.WORLD, *sizes, alignment=pad, enable_local_combine=True) as layer:
         for number, batch in enumerate(batches):
             for seen, core in zip(results[number], batch.through_the_core(layer), strict=True):
                 assert torch.equal(seen, core)

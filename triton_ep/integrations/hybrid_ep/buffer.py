@@ -46,7 +46,9 @@ class HybridEPBuffer:
         topk: most experts per token. None: the first blocking call with a routing map, and every blocking call with a
             map and a budget, agrees on it by a small all-reduce; non-blocking calls take min(E, 32). Calls with
             `topk_idx` take its K.
-        enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
+        enable_local_combine: `combine_with_unpermute` sums the rows of a token on each rank first, rounds that sum, and
+            sends one row per (token, rank), as HybridEP does. False: it sends all rows, and rounds once.
+        timeout_s: as for `EPAll2AllLayer`.
 
     The other arguments are settings of HybridEP's kernels; they are accepted and have no effect.
 
@@ -74,7 +76,7 @@ class HybridEPBuffer:
         use_mnnvl: bool | None = None,
         *,
         topk: int | None = None,
-        enable_local_combine: bool = False,
+        enable_local_combine: bool = True,
         timeout_s: float = 30.0,
     ) -> None:
         ranks = check_group(group)

@@ -75,6 +75,7 @@ class _Group:
             capacity=capacity,
             max_tokens=self.max_tokens_per_rank,
             payload=payload,
+            enable_local_combine=True,
         )
         return self.pool.get(sizes)
 
@@ -422,6 +423,7 @@ def ep_combine(
     grad_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the experts' outputs of each token, without weights; differentiable. Collective, and so is its backward pass.
+    Sums are in float32, rounded to bf16 on each rank, before they are sent, and at the end.
 
     Arguments:
         expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.

@@ -31,6 +31,7 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
         num_sm: int | None = None
         local_world_size: int | None = None
         timeout_s: float = 30.0
+        enable_local_combine: bool = True
 
     def __init__(self, config: Config) -> None:
         TokenDispatch.__init__(self, **{f.name: getattr(config, f.name) for f in fields(config) if f.init})

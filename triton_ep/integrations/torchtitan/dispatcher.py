@@ -46,6 +46,8 @@ class TokenDispatch:
             padding, in `overflow`.
         payload: None, or "mxfp8" for rows in MXFP8 on the wire, both ways; rows then arrive as an `MXTensor`.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`; None: as tuned, and ranks per node of the job.
+        enable_local_combine: combine, and the gradient of dispatch, sum the rows of a token on each rank first, round
+            that sum, and send one row per (token, rank). False: they send all rows, and round once.
     """
 
     def __init__(
@@ -62,13 +64,14 @@ class TokenDispatch:
         num_sm: int | None = None,
         local_world_size: int | None = None,
         timeout_s: float = 30.0,
+        enable_local_combine: bool = True,
     ) -> None:
         self.num_experts, self.top_k = num_experts, top_k
         self.hidden_dim, self.num_max_tokens_per_rank, self.dtype = hidden_dim, num_max_tokens_per_rank, dtype
         self.pad_multiple = pad_multiple
         self.non_blocking_capacity_factor = non_blocking_capacity_factor
         self.payload, self.num_sm, self.timeout_s = payload, num_sm, timeout_s
-        self.local_world_size = local_world_size
+        self.local_world_size, self.enable_local_combine = local_world_size, enable_local_combine
         self.ep_mesh: Any = None
         self.layer: EPAll2AllLayer | None = None
         self.overflow: torch.Tensor | None = None
@@ -131,6 +134,7 @@ class TokenDispatch:
             capacity=capacity,
             max_tokens=max_tokens,
             payload=self.payload,
+            enable_local_combine=check.flag("enable_local_combine", self.enable_local_combine, ConfigError),
         )
         self.layer = shared_pool("torchtitan", group, per_node).get(sizes)
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
@@ -184,7 +188,8 @@ class TokenDispatch:
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: DispatchMetadata, x_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Send expert outputs back; returns [T, D], the sum over k of scores times rows, in float32, rounded once.
+        """Send expert outputs back; returns [T, D], the sum over k of scores times rows, in float32, rounded per
+        rank and at the end; without `enable_local_combine` once.
 
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.combine`.

@@ -64,6 +64,8 @@ class PrepareFinalize:
             it.
         dtype: dtype of rows.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`.
+        enable_local_combine: in the standard format a rank sums the rows of a token first, rounds that sum, and sends
+            one row per (token, rank), as vLLM does with DeepEP. False: it sends all rows, and the sum is rounded once.
         formats: vLLM's FusedMoEActivationFormat and ExpertTokensMetadata; None: strings and dicts instead.
         micro_batch: returns the number of the calling micro-batch; None: there is only one.
         quantize: vLLM's moe_kernel_quantize_input; None: only quant_dtype None and "mxfp8" are supported.
@@ -86,6 +88,7 @@ class PrepareFinalize:
         num_sm: int | None = None,
         local_world_size: int | None = None,
         timeout_s: float = 30.0,
+        enable_local_combine: bool = True,
         formats: tuple[Any, Any] | None = None,
         micro_batch: Callable[[], int] | None = None,
         quantize: Callable[..., Any] | None = None,
@@ -105,7 +108,13 @@ class PrepareFinalize:
                 raise ConfigError(f"{name} must be a function or None, got {check.shown(function)}.")
         self._pool = shared_pool("vllm", group, local_world_size)
         self._user = next(_users)
-        self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
+        local = check.flag("enable_local_combine", enable_local_combine, ConfigError) and not self.batched
+        self._given: dict[str, Any] = {
+            "num_sm": num_sm,
+            "timeout_s": timeout_s,
+            "capacity": capacity,
+            "enable_local_combine": local,
+        }
         self.num_experts = as_integer("num_experts", num_experts)
         self._placements = Placements(group, self.rank, self.ranks, self.num_experts)
         # Check the sizes now. The first call reads the placement, which determines the number of experts per rank.
@@ -491,6 +500,7 @@ class PrepareFinalize:
             max_tokens=self.max_tokens,
             payload=payload,
             low_latency=options["low_latency"],
+            enable_local_combine=options["enable_local_combine"],
             variant=batch,
         )
         return self._pool.get(sizes, user=self._user)
