@@ -5,13 +5,14 @@
     python tests/bench/bench_doors.py --ranks 4 --parts low-latency --limit 60
 
 Providers: triton_ep, with expert-major rows (`mode` ...-expert-major), compact rows (...-compact), and expert-major
-rows padded to 16 (...-permuted; -permuted-summed since they are summed on their rank before combine sends them); -fp8
-means one byte per value, with scales; -torch- the heap of torch. deep_ep and hybrid_ep, the integrations, the latter by
-a routing map or by ids (...-permuted-summed-ids). elastic, ElasticBuffer, with rows by rank and by expert
-(...-permuted-summed). megatron, forward and backward of fused_dispatch and fused_combine. vllm, prepare and finalize in
-the batched format. Low-latency calls (...-low-latency) have at most 128 tokens and are captured in CUDA
-graphs, so they have no host time; both sides quantise one-byte rows in the measured time. There both sides send the
-weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both send them with the rows.
+rows padded to 16 that are summed on their rank before combine sends them (...-permuted-summed; in stored rows also
+...-permuted, without that sum); -fp8 means one byte per value, with scales; -torch- the heap of torch. deep_ep and
+hybrid_ep, the integrations, the latter by a routing map or by ids (...-permuted-summed-ids). elastic, ElasticBuffer,
+with rows by rank and by expert (...-permuted-summed). megatron, forward and backward of fused_dispatch and
+fused_combine. vllm, prepare and finalize in the batched format. Low-latency calls (...-low-latency) have at most 128
+tokens and are captured in CUDA graphs, so they have no host time; both sides quantise one-byte rows in the measured
+time. There both sides send the weights of tokens, [T, K], within combine, as DeepEP does; with -early, as in vllm, both
+send them with the rows.
 Each integration is checked against the layer, bit for bit, before it is timed, and timed in turns with it. The last
 lines compare the times in which kernels run, and the host times of calls that are not captured, which alternate with
 those of the layer call by call. All are taken in turns; with --limit the turn in which it passes is the last one.
