@@ -883,7 +883,6 @@ class EPAll2AllLayer:
             steps.combine(
                 ctx, torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc
             )
-        ctx.unread = None  # this rank raises the error itself
 
     def ep_barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over the ranks of this node (`BarrierAllContext.barrier_all`)."""

@@ -7,7 +7,6 @@ that wait for the host and calls that do not. All ranks draw the same numbers, s
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_ep.distributed import current_heap
+from tests.draws import Draws, bits, same
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
@@ -60,25 +59,13 @@ class Opened:
     repeated_by: dict[str, Any] = field(default_factory=dict)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.cpu().contiguous().view(torch.uint8) if x.element_size() == 1 else x.cpu()
-
-
-def _same(got: torch.Tensor | None, want: torch.Tensor) -> None:
-    assert got is not None
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert torch.equal(_bits(got), _bits(want))
-
-
-class Calls(ABC):
+class Calls(Draws, ABC):
     """Random calls of one interface; those that subclasses make are methods named in CHOICES."""
 
     CHOICES: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch", "dispatch", "again", "combine", "combine")
 
     def __init__(self, rank: int, nodes: int, ranks_per_node: int, seed: int) -> None:
-        self.rank, self.world, self.ranks_per_node = rank, nodes * ranks_per_node, ranks_per_node
-        self.draw, self.data = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.device = current_heap().device
+        super().__init__(rank, nodes, ranks_per_node, seed)
         self.opened: list[Opened] = []
 
     def run(self) -> None:
@@ -95,19 +82,6 @@ class Calls(ABC):
         """Dispatch random rows and check what arrives."""
 
     # --- what is drawn ----------------------------------------------------------------------------------
-
-    def chance(self, share: float) -> bool:
-        """True with this probability."""
-        return self.draw.random() < share
-
-    def integers(self, shape: tuple[int, ...], dtype: torch.dtype, most: int = 8) -> torch.Tensor:
-        """Small integers, whose sums are exact in any order."""
-        return torch.randint(-most, most + 1, shape, generator=self.data).to(dtype)
-
-    def ids(self, tokens: int, topk: int, num_experts: int) -> torch.Tensor:
-        """[T, K] distinct experts, of which some entries, or all, are dropped."""
-        ids = torch.rand(tokens, num_experts, generator=self.data).argsort(1)[:, :topk]
-        return torch.where(torch.rand(ids.shape, generator=self.data) < self.draw.choice([0.0, 0.3, 1.0]), -1, ids)
 
     def sent(self, hidden: int, topk: int, experts: int, most: int = 50, one_byte: bool = True) -> Sent:
         """What the ranks send in one dispatch; experts: per rank."""
@@ -130,10 +104,6 @@ class Calls(ABC):
         opened.sent.xs = [self.integers(tuple(each.shape), each.dtype) for each in opened.sent.xs]
         return opened.sent
 
-    def mine(self, each: list[Any] | None) -> Any:
-        """This rank's part, on the device."""
-        return None if each is None else each[self.rank].to(self.device)
-
     def rows(self, sent: Sent) -> Any:
         """This rank's rows, with their scales if they have some."""
         return self.mine(sent.xs) if sent.scales is None else (self.mine(sent.xs), self.mine(sent.scales))
@@ -155,10 +125,10 @@ class Calls(ABC):
                 assert part is None
                 continue
             starts = torch.tensor([0, *(len(each) for each in parts)]).cumsum(0)
-            whole = torch.cat([_bits(each) for each in parts])
+            whole = torch.cat([bits(each) for each in parts])
             want = whole.new_zeros(len(source), whole.shape[1])
             want[real] = whole[starts[source[real, 0]] + source[real, 1]]
-            seen = _bits(part[: len(source)])
+            seen = bits(part[: len(source)])
             looked_at = real if part is scales else slice(None)
             assert torch.equal(seen[looked_at], want[looked_at])
         return len(source)
@@ -220,9 +190,9 @@ class OfDeepEP(Calls):
         weights = opened.weights if self.chance(0.6) else None
         out, back, event = self.buffer.combine(y, opened.handle, topk_weights=weights, bias=bias, **self.order())
         event.current_stream_wait()
-        _same(out, sums.to(opened.dtype))
+        same(out, sums.to(opened.dtype))
         if weights is not None:
-            _same(back, self.kept_weights(opened.sent))
+            same(back, self.kept_weights(opened.sent))
 
 
 class DeepEP(OfDeepEP):
@@ -260,12 +230,12 @@ class DeepEP(OfDeepEP):
         assert counts == ([] if worst else [-(-n // align) * align for n in mine.num_recv_tokens_per_expert.tolist()])
         assert (recv_ids is None) == (not by_ids)
         if by_ids:
-            _same(recv_ids[:num], mine.recv_topk_idx.to(ids.dtype))
+            same(recv_ids[:num], mine.recv_topk_idx.to(ids.dtype))
             assert (recv_ids[num:] == -1).all()
         if mine.recv_topk_weights is None or not by_ids:
             assert weights is None
         else:
-            _same(weights[:num], mine.recv_topk_weights)
+            same(weights[:num], mine.recv_topk_weights)
         rows = recv[0] if isinstance(recv, tuple) else recv
         assert len(rows) == (worst or num)
         dtype = torch.bfloat16 if sent.scales else rows.dtype
@@ -325,14 +295,14 @@ class Elastic(OfDeepEP):
         event.current_stream_wait()
         num = self.check_rows(recv, sent, sources[self.rank])
         if not expand:
-            _same(recv_ids[:num], narrow[self.rank].recv_topk_idx.to(ids.dtype))
+            same(recv_ids[:num], narrow[self.rank].recv_topk_idx.to(ids.dtype))
             assert (recv_ids[num:] == -1).all()
         if want_weights is None:
             assert weights is None
         else:
-            _same(weights[:num], want_weights)
+            same(weights[:num], want_weights)
         if stats is not None:
-            _same(stats, (1 + counts).int())
+            same(stats, (1 + counts).int())
         padded = -(-counts // (align or 1)) * (align or 1)
         assert handle.num_recv_tokens_per_expert_list == ([] if sync is False else padded.tolist())
         rows = recv[0] if isinstance(recv, tuple) else recv
@@ -396,11 +366,11 @@ class HybridEP(Calls):
         got = recv if scales is None else (recv, scales)
         num = self.check_rows(got, sent, mine.src)
         assert len(recv) == (num if budget is None else budget)
-        _same(counts.cpu(), mine.expert_offsets.diff().long())
+        same(counts.cpu(), mine.expert_offsets.diff().long())
         if mine.recv_weights is None:
             assert weights is None
         else:
-            _same(weights[:num], mine.recv_weights)
+            same(weights[:num], mine.recv_weights)
             assert (weights[num:] == 0).all()
         assert budget is None or int(handle[-1]) == 0
         dtype = torch.bfloat16 if sent.scales else recv.dtype
@@ -423,9 +393,9 @@ class HybridEP(Calls):
         y, sums = self.outputs(opened)
         probs = opened.weights if self.chance(0.6) else None
         out, back = self.buffer.combine_with_unpermute(hidden=y, probs=probs, handle=opened.handle)
-        _same(out, sums.to(opened.dtype))
+        same(out, sums.to(opened.dtype))
         if probs is not None:
-            _same(back, self._map(opened.sent, opened.sent.weights)[1])
+            same(back, self._map(opened.sent, opened.sent.weights)[1])
 
 
 class LowLatency(Calls):
@@ -463,7 +433,7 @@ class LowLatency(Calls):
         hook()
         given = sent.xs, sent.ids, sent.weights
         results = [dispatch.dispatch(*given, r, sent.num_experts) for r in range(self.world)]
-        _same(counts, results[self.rank].num_recv_tokens_per_expert)
+        same(counts, results[self.rank].num_recv_tokens_per_expert)
         slabs = torch.full(tuple(got.shape), torch.nan, dtype=torch.bfloat16)
         sums = torch.zeros(len(sent.xs[self.rank]), 512)
         for rank, result in enumerate(results):
@@ -479,7 +449,7 @@ class LowLatency(Calls):
             slabs.to(self.device), ids, weights, handle, return_recv_hook=hooked
         )
         hook()
-        _same(out, sums.bfloat16())
+        same(out, sums.bfloat16())
         return Opened(handle, sent, [each.src for each in results], 0, torch.bfloat16)
 
 

@@ -47,6 +47,8 @@ def refuse(
             raise
         # The report of this rank's own rejection: the caller raises its cause.
         return None
+    finally:
+        ctx.unread = None  # for the same reason `check` does not raise it again
 
 
 def _no_rows(ctx: DispatchCombineContext, scaled: bool) -> tuple[Rows, torch.Tensor]:

@@ -29,30 +29,37 @@ class LayoutMemory:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[tuple[int, ...], torch.device, int], list[Memory]] = {}
-        self._tables: list[torch.Tensor] = []
-        self._kind: tuple[object, ...] = ()  # of these tables
+        self._kind: tuple[object, ...] = ()  # of the pieces at hand: tokens, parts, device and stream
+        self._counts: list[Memory] = []  # at hand
+        self._tables: list[torch.Tensor] = []  # at hand
+        self._all_counts: dict[tuple[object, ...], list[Memory]] = {}  # by parts, device and stream
 
     def take(self, parts: tuple[int, int, int], num_tokens: int, device: torch.device) -> Memory:
         """A piece for these numbers of ranks, nodes and experts, and tokens."""
-        on_gpu = device.type == "cuda"
-        # A captured graph must clear its own memory at each replay.
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            return (*_cleared(parts, device, 1)[0], *_tables((num_tokens, parts[0]), device, 1))
-        # Private, because torch.cuda.current_stream takes microseconds (triton_ep/runtime/launch.py).
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on_gpu else 0
-        key = (parts, device, stream)
-        counts, tables = self._counts.get(key), self._tables
-        if not counts:
-            counts = self._counts[key] = _cleared(parts, device, _CLEARED)
-        kind = (num_tokens, *key)
-        if not tables or kind != self._kind:
+        stream = 0
+        if device.type == "cuda":
+            # Private, because their public counterparts take microseconds (triton_ep/runtime/launch.py).
+            if torch._C._cuda_isCurrentStreamCapturing():
+                # A captured graph must clear its own memory at each replay.
+                return (*_cleared(parts, device, 1)[0], *_tables((num_tokens, parts[0]), device, 1))
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        kind = (num_tokens, parts, device, stream)
+        if kind != self._kind or not self._counts or not self._tables:
+            self._provide(kind, parts, num_tokens, device)
+        return (*self._counts.pop(), self._tables.pop())
+
+    def _provide(
+        self, kind: tuple[object, ...], parts: tuple[int, int, int], num_tokens: int, device: torch.device
+    ) -> None:
+        """Have pieces of this kind at hand."""
+        again, self._kind = kind == self._kind, kind
+        self._counts = self._all_counts.setdefault(kind[1:], [])
+        if not self._counts:
+            self._counts += _cleared(parts, device, _CLEARED)
+        if not again or not self._tables:
             # More at once only for a number of tokens that comes again.
-            size = num_tokens * parts[0]
-            number = max(1, min(_CLEARED, _MOST_BYTES // max(size, 1))) if kind == self._kind else 1
-            tables = self._tables = _tables((num_tokens, parts[0]), device, number)
-            self._kind = kind
-        return (*counts.pop(), tables.pop())
+            most = min(_CLEARED, _MOST_BYTES // max(num_tokens * parts[0], 1))
+            self._tables = _tables((num_tokens, parts[0]), device, max(1, most) if again else 1)
 
 
 @torch.inference_mode(False)  # a piece may be used outside inference mode
