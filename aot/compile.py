@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from triton_ep.aot.ptx import carried_values, memory_bytes, narrow_accesses, without_places
+from triton_ep.aot.ptx import carried_values, memory_bytes, narrow_accesses, shared_polls, without_places
 from triton_ep.kernels.spec import KernelSpec, all_kernels
 from triton_ep.runtime.compiler import options_of, source_of
 from triton_ep.runtime.parameters import interface
@@ -104,6 +104,7 @@ def _facts(
         "moves_rows": spec.moves_rows,
         "calls_nvshmem": request.calls_nvshmem,
         "narrow": narrow,
+        "shared_polls": shared_polls(ttgir),
         "wide_stores": wide_stores,
         "orders": {
             order: [ttgir.count(f", {order}, sys,"), sum({order, "sys"} <= found for found in instructions)]

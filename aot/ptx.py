@@ -1,5 +1,7 @@
-"""Facts about a compiled kernel from its text: widths of its accesses, source locations, spilled bytes."""
+"""Facts about a compiled kernel from its text: widths of its accesses, words that are polled, source locations, spilled
+bytes."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ FULL_WIDTH = 16
 """Bytes of the widest access of every supported GPU; rows must be moved with it."""
 
 _BITS = {"i1": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+_POLL = re.compile(r"\btt\.load .*isVolatile = true.* : tensor<((?:\d+x)+)!tt\.ptr<(\w+)>, (#\w+)> loc\((#loc\d*)\)$")
 _ACCESS = re.compile(r"\b(ld|st)\.(?:\w+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 
 
@@ -51,6 +54,44 @@ def tiles(ttgir: str, num_threads: int) -> Iterator[tuple[str, Place, str]]:
         if count * bits // 8 >= FULL_WIDTH * num_threads:
             place = places.get(loc, ("unknown", 0, 0))
             yield "ld" if op == "load" else "st", place, f"{shape}{element}"
+
+
+def shared_polls(ttgir: str) -> list[str]:
+    """Loads that loops repeat until words have come, and of whose words several threads hold the same, as text.
+
+    Threads load a word at different times: if one of them finds that it has come, others may hold an older value, and
+    use that. Scalars, which one instruction loads for all threads of a warp, are left out.
+    """
+    places, held, found = _places(ttgir), _held(ttgir), {}
+    loops: list[int] = []  # depths at which loops with a condition began
+    depth = 0
+    for line in ttgir.splitlines():
+        text = re.sub(r'"[^"]*"', "", line)
+        if re.match(r"\s*(%\S+ = )?scf\.while\b", text):
+            loops.append(depth)
+        match = _POLL.search(line)
+        if match and loops:
+            shape, element, layout, loc = match.groups()
+            sizes = [int(size) for size in shape.rstrip("x").split("x")]
+            if layout not in held or any(size < most for size, most in zip(sizes, held[layout], strict=True)):
+                file, row, _ = places.get(loc, ("unknown", 0, 0))
+                found[f"{shape}{element} at {'/'.join(file.split('/')[-3:])}:{row}"] = None
+        depth += text.count("{") - text.count("}")
+        while loops and depth <= loops[-1]:
+            loops.pop()
+    return list(found)
+
+
+def _held(ttgir: str) -> dict[str, list[int]]:
+    """Elements along each dimension of a block that all threads together hold, for each blocked layout of the IR; a
+    smaller block is held several times."""
+    layouts = re.findall(
+        r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]",
+        ttgir,
+        re.MULTILINE,
+    )
+    return {name: [math.prod(map(int, dim)) for dim in zip(*(part.split(", ") for part in parts), strict=True)]
+            for name, *parts in layouts}  # fmt: skip
 
 
 def accesses(ptx: str) -> dict[tuple[str, Place], set[int]]:

@@ -83,18 +83,37 @@ def lacking(words, wanted, epoch):
 
 
 @triton.jit
-def await_words(job, ptrs, wanted, words, epoch):
-    """Wait until no word of a block [m, n] of pointers is `lacking`. Returns the words, and whether all came in time.
+def load_words(first_ptr, offs, wanted, COPIES: tl.constexpr):
+    """Words of a block [m, n] of offsets, COPIES times: [COPIES * m * n], at least one for each thread."""
+    return tl.load(first_ptr + _copied(offs, COPIES), mask=_copied(wanted, COPIES), other=0, volatile=True)
 
-    words: what has been loaded before, volatile. The caller reports an expired wait.
+
+@triton.jit
+def await_words(job, first_ptr, offs, wanted, words, epoch, COPIES: tl.constexpr):
+    """Wait until no word of a block [m, n] of offsets is `lacking`. Returns the words, and whether all came in time.
+
+    Each thread checks words that no other holds. If two held the same one, one of them might load it before it came,
+    the other after: with the verdict of one, which all threads get, the other would use what it had loaded too early.
+
+    words: what `load_words` has loaded before. The caller reports an expired wait.
     """
     deadline = deadline_of(job)
     polls = 0
-    late = tl.max(tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1), axis=0)
+    needed = _copied(wanted, COPIES)
+    late = tl.max(lacking(words, needed, epoch).to(tl.int32))
     while late == 1:
         pause(polls // POLLS_AWAKE)
         polls += 1
         given_up = has_given_up(job, polls, deadline)
-        words = tl.load(ptrs, mask=wanted, other=0, volatile=True)
-        late = tl.max(tl.max(tl.where(lacking(words, wanted, epoch), 1 + given_up, 0), axis=1), axis=0)
-    return words, late == 0
+        words = load_words(first_ptr, offs, wanted, COPIES)
+        late = tl.max(tl.where(lacking(words, needed, epoch), 1 + given_up, 0))
+    words = tl.reshape(words, [COPIES, offs.shape[0], offs.shape[1]])
+    # The least of copies that differ, because the wait expired, is one that is lacking.
+    return tl.min(words, axis=0), late == 0
+
+
+@triton.jit
+def _copied(block, COPIES: tl.constexpr):
+    """A block [m, n], COPIES times, in one dimension."""
+    copies = tl.broadcast_to(block[None, :, :], [COPIES, block.shape[0], block.shape[1]])
+    return tl.reshape(copies, [COPIES * block.shape[0] * block.shape[1]])

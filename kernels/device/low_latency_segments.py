@@ -14,7 +14,7 @@ from . import codes
 from .buffers import count_overflow
 from .calls import store_epoch
 from .job import is_local_expert, is_rank
-from .low_latency import await_words, lacking
+from .low_latency import await_words, lacking, load_words
 from .tables import (
     REPORT_HOST_WORD,
     REPORT_ROWS,
@@ -55,13 +55,13 @@ class Segments(NamedTuple):
 
 
 @triton.jit
-def await_counts(job, staging, WP: tl.constexpr, EP: tl.constexpr):
+def await_counts(job, staging, sizes):
     """Entries of each source for each local expert [WP, EP], and whether all came in time."""
-    source, local = tl.arange(0, WP), tl.arange(0, EP)
+    source, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
     counted = is_rank(job, source)[:, None] & is_local_expert(job, local)[None, :]
-    ptrs = staging.counts_ptr + source[:, None] * EP + local
-    words = tl.load(ptrs, mask=counted, other=0, volatile=True)
-    words, in_time = await_words(job, ptrs, counted, words, staging.epoch)
+    offs = source[:, None] * sizes.EP + local
+    words = load_words(staging.counts_ptr, offs, counted, sizes.COPIES)
+    words, in_time = await_words(job, staging.counts_ptr, offs, counted, words, staging.epoch, sizes.COPIES)
     if in_time == 0:
         # A rank that has told, but whose counts are missing, counts as one call behind.
         missing = tl.max(lacking(words, counted, staging.epoch).to(tl.int32), axis=1)
@@ -71,11 +71,11 @@ def await_counts(job, staging, WP: tl.constexpr, EP: tl.constexpr):
 
 
 @triton.jit
-def segments_of(job, staging, segments, WP: tl.constexpr, EP: tl.constexpr):
+def segments_of(job, staging, segments, sizes):
     """Rows of each local expert and of its segment, [EP] each, the first output row of each source's rows of each
     expert, [WP * EP], and whether all counts came in time."""
-    local = tl.arange(0, EP)
-    counts, in_time = await_counts(job, staging, WP, EP)
+    local = tl.arange(0, sizes.EP)
+    counts, in_time = await_counts(job, staging, sizes)
     total = tl.sum(counts, axis=0)
     if segments.SLABS:
         padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
@@ -83,7 +83,7 @@ def segments_of(job, staging, segments, WP: tl.constexpr, EP: tl.constexpr):
         padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
     start = tl.cumsum(padded, axis=0) - padded
     begin = start[None, :] + tl.cumsum(counts, axis=0) - counts
-    return total, padded, tl.reshape(begin, [WP * EP]), in_time
+    return total, padded, tl.reshape(begin, [sizes.WP * sizes.EP]), in_time
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import pytest
 
 from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of
 from tests.programs import run_program
-from triton_ep.aot.ptx import accesses, carried_values, narrow_accesses
+from triton_ep.aot.ptx import accesses, carried_values, narrow_accesses, shared_polls
 from triton_ep.kernels.device.codes import P2P, ring_bytes
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.runtime.plans import Shape, exchange
@@ -185,6 +185,12 @@ def test_loops_keep_the_values_that_they_carry(results: list[dict[str, Any]], ke
         for written, kept in [facts["carried"]]
         if kept < written
     )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_words_that_are_polled_belong_to_one_thread(results: list[dict[str, Any]], kernel: str) -> None:
+    """A thread that polls words and then uses them has checked them itself."""
+    _report(f"{_name(facts)} polls {text}" for facts in _of(results, kernel) for text in facts["shared_polls"])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -434,6 +440,27 @@ def test_widths_are_read_from_the_ptx(ptx: str, narrow: list[str], wide_stores: 
     assert narrow_accesses(_TTGIR, ptx, 256) == (narrow, wide_stores)
     # With more threads each has less than 16 bytes, so no width is required.
     assert narrow_accesses(_TTGIR, ptx, 1024) == ([], 0)
+
+
+_POLLS = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [2, 16], warpsPerCTA = [WARPS, 1], order = [1, 0]}>
+#loc1 = loc("/k/a.py":7:4)
+  %0 = tt.load %p {isVolatile = true} : tensor<4x8x!tt.ptr<i64>, #blocked> loc(#loc1)
+  %1 = scf.while (%w = %0) : (tensor<4x16xi64, #blocked>) -> tensor<4x16xi64, #blocked> {
+    scf.condition(%c) %w : tensor<4x16xi64, #blocked> loc(#loc1)
+  } do {
+    %2 = tt.load %q {isVolatile = true} : !tt.ptr<i64> loc(#loc1)
+    %3 = tt.load %p {isVolatile = true} : tensor<4x16x!tt.ptr<i64>, #blocked> loc(#loc1)
+    scf.yield %3 : tensor<4x16xi64, #blocked> loc(#loc1)
+  } loc(#loc1)
+  %4 = tt.load %p {isVolatile = true} : tensor<4x8x!tt.ptr<i64>, #blocked> loc(#loc1)
+"""
+
+
+@pytest.mark.parametrize(("warps", "shared"), [("2", []), ("4", ["4x16xi64 at /k/a.py:7"])])
+def test_polled_words_of_several_threads_are_seen(warps: str, shared: list[str]) -> None:
+    """Blocks with fewer words than threads, in loops with a condition."""
+    assert shared_polls(_POLLS.replace("WARPS", warps)) == shared
 
 
 def test_carried_values_are_counted() -> None:

@@ -59,25 +59,46 @@ def dispatch(
 
 
 def combine(
-    outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: int, per_rank: bool = True
+    outputs: list[torch.Tensor],
+    inputs: list[Inputs],
+    rank: int,
+    pad: int,
+    per_rank: bool = True,
+    ranks_per_node: int | None = None,
 ) -> torch.Tensor:
     """[T, H]: sum in float32, expert by expert, of the rows of all ranks' outputs.
 
-    per_rank: as HybridEP, round the sum of each rank before ranks are added; False: round once.
+    per_rank: as HybridEP, round the sum of each rank before ranks are added, and of each other node before nodes are;
+    False: round once. ranks_per_node: None: one node.
     """
-    mine = inputs[rank]
+    mine, each_node = inputs[rank], ranks_per_node or len(inputs)
     total = torch.zeros(mine.hidden.shape, dtype=torch.float32)
-    of_rank = mine.routing_map.shape[1] // len(inputs)
+
+    def rounded(sums: torch.Tensor) -> torch.Tensor:
+        return sums.to(mine.hidden.dtype).float()
+
+    of_node = total
     for owner, out in enumerate(outputs):
-        partial, start = torch.zeros_like(total) if per_rank else total, 0
-        for expert in range(owner * of_rank, (owner + 1) * of_rank):
-            counts = [int(i.routing_map[:, expert].sum()) for i in inputs]
-            first = start + sum(counts[:rank])
-            partial[mine.routing_map[:, expert]] += out[first : first + counts[rank]].float()
-            start += -(-sum(counts) // pad) * pad
-        if per_rank:
-            total += partial.to(mine.hidden.dtype).float()
+        if owner % each_node == 0:
+            of_node = torch.zeros_like(total)
+        partial = torch.zeros_like(total)
+        _add_rows(partial if per_rank else total, out, owner, inputs, rank, pad)
+        if per_rank and owner // each_node == rank // each_node:
+            total += rounded(partial)
+        elif per_rank:
+            of_node += rounded(partial)
+            total += rounded(of_node) if owner % each_node == each_node - 1 else 0
     return total.to(mine.hidden.dtype)
+
+
+def _add_rows(sums: torch.Tensor, out: torch.Tensor, owner: int, inputs: list[Inputs], rank: int, pad: int) -> None:
+    """Add the outputs of the experts of `owner` for the tokens of `rank`."""
+    of_rank, start = inputs[rank].routing_map.shape[1] // len(inputs), 0
+    for expert in range(owner * of_rank, (owner + 1) * of_rank):
+        counts = [int(i.routing_map[:, expert].sum()) for i in inputs]
+        first = start + sum(counts[:rank])
+        sums[inputs[rank].routing_map[:, expert]] += out[first : first + counts[rank]].float()
+        start += -(-sum(counts) // pad) * pad
 
 
 def slots_of_map(routing_map: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
