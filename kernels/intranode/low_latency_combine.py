@@ -223,7 +223,12 @@ def _weighted(value, outputs, copy, bits, k, WEIGHTS: tl.constexpr):
     elif WEIGHTS == _TOKEN_WEIGHTS:
         # The word of an assignment that a row does not have is left from an earlier call.
         here = (tl.arange(0, bits.shape[1])[None, :] == k) & (copy >= 0)[:, None]
-        value *= tl.sum(tl.where(here, bits, 0), axis=1).to(tl.float32, bitcast=True)[:, None]
+        weight = tl.sum(tl.where(here, bits, 0), axis=1)
+        if copy.shape[0] == 1:
+            # A scalar: else the rows would be held as `bits` are, in many more registers.
+            value *= tl.sum(weight).to(tl.float32, bitcast=True)
+        else:
+            value *= weight.to(tl.float32, bitcast=True)[:, None]
     return value
 
 

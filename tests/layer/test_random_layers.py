@@ -25,6 +25,8 @@ from triton_ep.reference import compact, dispatch
 from triton_ep.runtime.launch import INTERPRETING
 
 STEPS = 7 if INTERPRETING else 12
+TOKENS = (4, 20, 40) if INTERPRETING else (4, 40, 300)
+WIDE = () if INTERPRETING else (2048, 7168)
 TOPOLOGIES = ((1, 2), (1, 1), (2, 2), (2, 1), (1, 4), (1, 2), (4, 1))
 FACTORS = (-1.0, 0.5, 1.0, 2.0)  # products and sums with them are exact
 
@@ -71,7 +73,7 @@ class Calls:
         pick, chance = draws.draw.choice, draws.chance
         one_node = draws.ranks_per_node == draws.world
         payload, low = pick([None, None, "mxfp8"]), one_node and chance(0.25)
-        self.experts, self.most, align = pick([1, 2, 3, 6]), pick([4, 20, 40]), pick([1, 1, 4, 16])
+        self.experts, self.most, align = pick([1, 2, 3, 6, 16]), pick(TOKENS), pick([1, 1, 4, 16])
         topk = min(pick([1, 2, 3, 5, 8]), self.experts * self.world)
         local = chance(0.5)
         shared = local and not low and chance(0.3)
@@ -80,7 +82,7 @@ class Calls:
         self.layer = EPAll2AllLayer(
             dist.group.WORLD,
             self.most,
-            pick([32, 64, 160, 544] if payload else [16, 37, 100, 128, 256, 520]),
+            pick([*((32, 64, 160, 544) if payload else (16, 37, 100, 128, 256, 520)), *WIDE]),
             topk,
             num_tot_experts=self.experts * self.world,
             local_world_size=draws.ranks_per_node,
