@@ -62,7 +62,8 @@ def shared_polls(ttgir: str) -> list[str]:
     Threads load a word at different times: if one of them finds that it has come, others may hold an older value, and
     use that. Scalars, which one instruction loads for all threads of a warp, are left out.
     """
-    places, held, found = _places(ttgir), _held(ttgir), {}
+    places, held = _places(ttgir), _held(ttgir)
+    found: dict[str, None] = {}
     loops: list[int] = []  # depths at which loops with a condition began
     depth = 0
     for line in ttgir.splitlines():
