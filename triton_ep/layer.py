@@ -833,8 +833,8 @@ class EPAll2AllLayer:
         Raises:
             WaitTimeout: an expired wait.
             CallMismatch: ranks were in different calls.
-            InputError, PeerFailed: the errors of the latest dispatch for which its host did not wait; not of
-                low-latency layers, nor of dispatches captured in CUDA graphs.
+            InputError, PeerFailed: the errors of the latest dispatch for which its host did not wait, but for arguments
+                that it refused on this rank; not of low-latency layers, nor of dispatches captured in CUDA graphs.
         """
         ctx = self.context
         ctx.check_open()
