@@ -1,8 +1,9 @@
 """Random layers, and random sequences of their calls, against the plain-torch references.
 
-A sequence has one or two layers whose calls take turns, several descriptors open, every kind of rows, calls in halves
-and on another stream, gradients, too small capacities, and arguments that are refused on one rank. All ranks draw the
-same numbers, so each knows what the others send. `--sequences N` runs N of them.
+A sequence has one or two layers, whose calls take turns, several descriptors open, every kind of rows, calls in halves
+and on another stream, gradients, too small capacities, and arguments that are refused on one rank. The layers belong to
+all ranks, or to two groups of them with a sequence each. All ranks of a layer draw the same numbers, so each knows what
+the others send. `--sequences N` runs N of them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Opened:
 class Calls:
     """A random layer, and random calls of it."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, group: Any) -> None:
         self.draws, self.draw = draws, draws.draw
         self.rank, self.world, self.device = draws.rank, draws.world, draws.device
         self.opened: list[Opened] = []
@@ -80,7 +81,7 @@ class Calls:
         ample = self.world * self.most * topk + self.experts * align
         self.kinds_of_low_latency = pick([("plain",), ("scaled",)])
         self.layer = EPAll2AllLayer(
-            dist.group.WORLD,
+            group,
             self.most,
             pick([*((32, 64, 160, 544) if payload else (16, 37, 100, 128, 256, 520)), *WIDE]),
             topk,
@@ -525,8 +526,12 @@ class Calls:
 
 
 def _run(rank: int, nodes: int, ranks_per_node: int, seed: int) -> None:
-    draws = Draws(rank, nodes, ranks_per_node, seed)
-    layers = [Calls(draws) for _ in range(draws.draw.choice([1, 2]))]
+    draws, group = Draws(rank, nodes, ranks_per_node, seed), dist.group.WORLD
+    if nodes * ranks_per_node == 4 and draws.chance(0.3):  # two groups, which know nothing of each other
+        pair, rank = divmod(rank, 2)
+        group = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
+        draws = Draws(rank, 2 // min(ranks_per_node, 2), min(ranks_per_node, 2), 1000 * (pair + 1) + seed)
+    layers = [Calls(draws, group) for _ in range(draws.draw.choice([1, 2]))]
     for _ in range(STEPS):
         draws.draw.choice(draws.draw.choice(layers).calls)()
     for each in layers:
