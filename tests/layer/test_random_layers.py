@@ -166,7 +166,7 @@ class Calls:
             kinds += ["compact"]
         if cfg.low_latency and "scaled" in kinds:  # rows of one kind
             kinds = list(self.kinds_of_low_latency)
-        opened = {"plain": self.plain, "scaled": self.scaled, "compact": self.compact}[self.draw.choice(kinds)]()
+        opened = getattr(self, f"dispatch_{self.draw.choice(kinds)}")()
         self.opened = [*self.opened[-3:], opened]
 
     def _results(self, tokens: list[int], ids: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[Any]:
@@ -179,24 +179,24 @@ class Calls:
     def _finished(self, call: Callable[..., Any], *arguments: Any, hooks: bool = True, **options: Any) -> list[Any]:
         """Results of a call that is made as a whole, in halves, or on the other stream; all of it has been launched."""
         cfg = self.config
-        how = self.draw.choice(["whole", "whole", "halves" if hooks and not cfg.shared_staging else "whole", "aside"])
-        if call == self.layer.dispatch_scaled and how == "aside":
+        takes = {"halves": hooks and not cfg.shared_staging, "aside": call != self.layer.dispatch_scaled}
+        how = self.draw.choice(["whole", "whole", "halves", "aside"])
+        if not takes.get(how):
             how = "whole"
         if how == "whole":
             found = call(*arguments, **options)
             return list(found) if isinstance(found, tuple) else [found]
         if how == "halves":
             *found, hook = call(*arguments, return_recv_hook=True, **options)
-            older = [each for each in self.opened if each.desc is not options.get("desc")]
-            if call != self.layer.combine and older and self.draws.chance(0.3):
-                self.sum_up(self.draw.choice(older), whole=True)  # between the halves
+            if call != self.layer.combine and self.opened and self.draws.chance(0.3):
+                self.sum_up(self.draw.choice(self.opened), whole=True)  # of an earlier one, between the halves
             hook()
             return list(found)
         *found, event = call(*arguments, async_finish=True, **options)
         event.current_stream_wait()
         return list(found)
 
-    def plain(self) -> Opened:
+    def dispatch_plain(self) -> Opened:
         """`dispatch`."""
         cfg, tokens, mine = self.config, self.tokens(), self.draws.mine
         (ids, weights), xs = self.routing(tokens), self.xs(tokens)
@@ -217,7 +217,7 @@ class Calls:
         self.check_desc(opened)
         return opened
 
-    def scaled(self) -> Opened:
+    def dispatch_scaled(self) -> Opened:
         """`dispatch_scaled`."""
         tokens, mine = self.tokens(), self.draws.mine
         (ids, weights), xs, scales = self.routing(tokens), self.xs(tokens, torch.float8_e4m3fn), self.scales(tokens)
@@ -231,7 +231,7 @@ class Calls:
         self.check_desc(opened)
         return opened
 
-    def compact(self) -> Opened:
+    def dispatch_compact(self) -> Opened:
         """`dispatch_compact`, exact or with `num_rows`, which may be too few."""
         cfg, tokens, mine = self.config, self.tokens(), self.draws.mine
         ids, weights = self.routing(tokens)
@@ -242,7 +242,7 @@ class Calls:
         most = self.world * self.most
         room = self.draw.choice([most, most + 3, most // 4]) if self.draws.chance(0.4) else None
         (rows,) = self._finished(
-            self._dispatch_compact, mine(xs), mine(ids), mine(sent), hooks=False, scale=mine(scales), num_rows=room
+            self._compact_rows, mine(xs), mine(ids), mine(sent), hooks=False, scale=mine(scales), num_rows=room
         )
         none = [torch.empty(each, 0) for each in tokens]
         results = [compact.dispatch(none, ids, sent, rank, cfg.num_experts) for rank in range(self.world)]
@@ -260,14 +260,11 @@ class Calls:
             same(rows.topk_weights[:used], want.recv_topk_weights[:used])
             assert not rows.topk_weights[used:].any()
         counts = want.num_recv_tokens_per_expert.tolist()
-        assert (
-            rows.num_recv_tokens_per_expert is None
-            if room is not None
-            else (list(rows.num_recv_tokens_per_expert) == counts)
-        )
+        assert list(rows.num_recv_tokens_per_expert or ()) == (counts if room is None else [])
         return opened
 
-    def _dispatch_compact(self, *arguments: Any, **options: Any) -> Any:
+    def _compact_rows(self, *arguments: Any, **options: Any) -> Any:
+        """`dispatch_compact`, whose results end with the event, as those of the others do."""
         rows = self.layer.dispatch_compact(*arguments, **options)
         return (rows, rows.event) if options.get("async_finish") else rows
 
@@ -308,31 +305,32 @@ class Calls:
         whole: neither in halves nor on the other stream.
         """
         cfg, chance = self.config, self.draws.chance
-        ys, (mine, factors) = self.outputs(opened), self.padded(opened)
-        weights = self.row_weights(opened, factors)
-        lent = chance(0.3) and not (cfg.enable_local_combine or cfg.low_latency or opened.is_compact)
-        y = self.layer.combine_buffer(opened.rows) if lent else torch.empty_like(mine, device=self.device)
-        y.copy_(torch.where(mine.isnan(), mine, 0))
-        y[: opened.used(self.rank)] += ys[self.rank][: opened.used(self.rank)].to(self.device)
-        tokens = opened.tokens[self.rank]
-        own = torch.Generator().manual_seed(self.rank)
-        number = 0 if cfg.low_latency else self.draw.choice([0, 0, 1, 2])
-        biases = [torch.randint(-8, 9, (tokens, cfg.hidden), generator=own).to(cfg.token_dtype) for _ in range(number)]
-        options: dict[str, Any] = {}
-        if biases:
-            on_device = tuple(each.to(self.device) for each in biases)
-            options["bias"] = on_device if len(biases) == 2 or chance(0.5) else on_device[0]
-        if chance(0.3):
-            options["out"] = torch.full((tokens, cfg.hidden), torch.nan, dtype=cfg.token_dtype, device=self.device)
-        passed = None if weights is None else self._passed_weights(opened, weights)
-        arguments = (y, opened.desc, passed)
-        (out,) = (
-            [self.layer.combine(*arguments, **options)]
-            if whole
-            else self._finished(self.layer.combine, *arguments, **options)
-        )
+        ys, y = self.outputs(opened), None
+        weights = [self.factors((len(result.src),)) for result in opened.results] if chance(0.5) else None
+        if chance(0.3) and not (cfg.enable_local_combine or cfg.low_latency or opened.is_compact):
+            y = self.layer.combine_buffer(opened.rows)
+        y = self.own(opened, ys) if y is None else y.copy_(self.own(opened, ys))
+        biases, options = self._biases_and_out(opened.tokens[self.rank])
+        arguments = y, opened.desc, None if weights is None else self._passed_weights(opened, weights)
+        if whole:
+            out = self.layer.combine(*arguments, **options)
+        else:
+            (out,) = self._finished(self.layer.combine, *arguments, **options)
         assert "out" not in options or out is options["out"]
         same(out, self.summed(opened, ys, weights, biases))
+
+    def _biases_and_out(self, tokens: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Up to two biases of this rank, and arguments of a combine: these, and memory for the sums or none."""
+        cfg, own, options = self.config, torch.Generator().manual_seed(self.rank), {}
+        shape, dtype = (tokens, cfg.hidden), cfg.token_dtype
+        number = 0 if cfg.low_latency else self.draw.choice([0, 0, 1, 2])
+        biases = [torch.randint(-8, 9, shape, generator=own).to(dtype) for _ in range(number)]
+        given = tuple(each.to(self.device) for each in biases)
+        if given:
+            options["bias"] = given if len(given) == 2 or self.draws.chance(0.5) else given[0]
+        if self.draws.chance(0.3):
+            options["out"] = torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+        return biases, options
 
     def outputs(self, opened: Opened) -> list[torch.Tensor]:
         """Outputs of every rank's experts; zero in rows that are left out."""
@@ -343,20 +341,13 @@ class Calls:
             ys.append(y)
         return ys
 
-    def padded(self, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's outputs, zero, and weights, one: NaN where there is no row."""
-        source, used = opened.results[self.rank].src, opened.used(self.rank)
-        none = torch.ones(opened.rows, dtype=torch.bool)
-        none[:used] = source[:used, 0] < 0
-        y = torch.zeros(opened.rows, self.config.hidden, dtype=self.config.token_dtype)
-        y[none] = torch.nan
-        return y, torch.where(none, torch.nan, 1.0)
-
-    def row_weights(self, opened: Opened, factors: torch.Tensor) -> list[torch.Tensor] | None:
-        """Weights of every rank's rows; None: a plain sum."""
-        if not self.draws.chance(0.5):
-            return None
-        return [self.factors((len(result.src),)) for result in opened.results]
+    def own(self, opened: Opened, parts: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's part of values of rows, NaN where there is no row."""
+        part, used = parts[self.rank], opened.used(self.rank)
+        whole = torch.full((opened.rows, *part.shape[1:]), torch.nan, dtype=part.dtype)
+        real = opened.results[self.rank].src[:used, 0] >= 0
+        whole[:used][real] = part[:used][real]
+        return whole.to(self.device)
 
     def _passed_weights(self, opened: Opened, weights: list[torch.Tensor]) -> torch.Tensor:
         """This rank's weights, NaN where there is no row; of a low-latency layer those of its tokens as well."""
@@ -366,10 +357,7 @@ class Calls:
                 for row, (source, token, k) in enumerate(result.src.tolist()):
                     weights[rank][row] = tables[source][token, k] if source >= 0 else 0
             return tables[self.rank].to(self.device)
-        mine = self.padded(opened)[1]
-        used = opened.used(self.rank)
-        mine[:used] *= weights[self.rank][:used]
-        return mine.to(self.device)
+        return self.own(opened, weights)
 
     def summed(
         self, opened: Opened, ys: list[torch.Tensor], weights: list[torch.Tensor] | None, biases: list[torch.Tensor]
@@ -397,15 +385,10 @@ class Calls:
                 mine[:used] = values[:used]
             here = result.src[:, 0] == self.rank
             back.index_add_(0, result.src[here, 1], values[here])
-        values, _ = self._finished_topk(mine.to(self.device), opened.desc)
-        same(values, back)
-
-    def _finished_topk(self, values: torch.Tensor, desc: Any) -> tuple[torch.Tensor, Any]:
-        aside = self.draws.chance(0.3)
-        found, event = self.layer.combine_topk(values, desc, async_finish=aside)
+        found, event = self.layer.combine_topk(mine.to(self.device), opened.desc, async_finish=self.draws.chance(0.3))
         if event is not None:
             event.current_stream_wait()
-        return found, event
+        same(found, back)
 
     def gradients(self) -> None:
         """`autograd.dispatch` and `autograd.combine`, each with its backward pass."""
@@ -416,24 +399,17 @@ class Calls:
         results = self._results(tokens, ids, weights)
         opened = Opened(desc, tokens, ids, weights, results, recv_x.shape[0], cfg.recv_capacity)
         self.check_rows(opened, recv_x.detach(), recv_weights.detach(), xs, weights)
-        grads, (none, ones) = self.outputs(opened), self.padded(opened)
-        of_rows = [self.factors((len(result.src),)) for result in results]
+        grads, of_rows = self.outputs(opened), [self.factors((len(result.src),)) for result in results]
         for rank, each in enumerate(of_rows):
             each[opened.used(rank) :] = 0
-        used = opened.used(self.rank)
-        none[:used] += grads[self.rank][:used]
-        ones[:used] *= of_rows[self.rank][:used]
-        given = none.to(self.device), ones.to(self.device)
+        given = self.own(opened, grads), self.own(opened, of_rows)
         of_x, of_w = torch.autograd.grad([recv_x, recv_weights], [x, w], given)
         same(of_x, combine_reference.combine(grads, results, self.rank, cfg.token_dtype))
         same(of_w, combine_reference.slot_values(of_rows, results, self.rank))
-        ys = self.outputs(opened)
-        y = self.padded(opened)[0]
-        y[:used] += ys[self.rank][:used]
-        y = y.to(self.device).requires_grad_()
+        ys, upstream, used = self.outputs(opened), self.xs(tokens), opened.used(self.rank)
+        y = self.own(opened, ys).requires_grad_()
         out = autograd.combine(self.layer, y, desc)
         same(out.detach(), combine_reference.combine(ys, results, self.rank, cfg.token_dtype))
-        upstream = self.xs(tokens)
         (of_y,) = torch.autograd.grad(out, y, mine(upstream))
         same(of_y[:used], self.expected(opened, upstream))
         assert not of_y[used:].any()
