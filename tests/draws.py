@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from triton_ep.distributed import current_heap
@@ -20,6 +22,13 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert got is not None
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert torch.equal(bits(got), bits(want))
+
+
+def parametrize_sequences(metafunc: pytest.Metafunc, topologies: Sequence[tuple[int, int]]) -> None:
+    """As many cases (nodes, ranks_per_node, seed) as `--sequences` says, over every topology in turn."""
+    numbers = range(metafunc.config.getoption("sequences"))
+    cases = [(*topologies[number % len(topologies)], number) for number in numbers]
+    metafunc.parametrize(("nodes", "ranks_per_node", "seed"), cases)
 
 
 class Draws:

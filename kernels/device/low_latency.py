@@ -5,7 +5,7 @@ import triton.language as tl
 
 from . import codes
 from .job import is_rank
-from .spin import pause
+from .spin import INTERPRET, pause
 from .waits import deadline_of, has_given_up
 
 _TURN = tl.constexpr(20)
@@ -13,6 +13,12 @@ _ONE_TURN = tl.constexpr(1 << 20)
 _CALL_SHIFT = tl.constexpr(codes.LL_CALL_SHIFT)
 POLLS_AWAKE = tl.constexpr(8)
 """Polls that `pause` counts as one, so that a program sleeps later."""
+
+
+@triton.constexpr_function
+def _copies(words, threads):
+    """How often a block of this many words is loaded, so that each thread has a word that no other has."""
+    return max(threads // words, 1)
 
 
 @triton.jit
@@ -83,13 +89,13 @@ def lacking(words, wanted, epoch):
 
 
 @triton.jit
-def load_words(first_ptr, offs, wanted, COPIES: tl.constexpr):
-    """Words of a block [m, n] of offsets, COPIES times: [COPIES * m * n], at least one for each thread."""
-    return tl.load(first_ptr + _copied(offs, COPIES), mask=_copied(wanted, COPIES), other=0, volatile=True)
+def load_words(first_ptr, offs, wanted):
+    """Words of a block [m, n] of offsets, as often as gives each thread one of its own: [copies * m * n]."""
+    return tl.load(first_ptr + _copied(offs), mask=_copied(wanted), other=0, volatile=True)
 
 
 @triton.jit
-def await_words(job, first_ptr, offs, wanted, words, epoch, COPIES: tl.constexpr):
+def await_words(job, first_ptr, offs, wanted, words, epoch):
     """Wait until no word of a block [m, n] of offsets is `lacking`. Returns the words, and whether all came in time.
 
     Each thread checks words that no other holds. If two held the same one, one of them might load it before it came,
@@ -99,21 +105,25 @@ def await_words(job, first_ptr, offs, wanted, words, epoch, COPIES: tl.constexpr
     """
     deadline = deadline_of(job)
     polls = 0
-    needed = _copied(wanted, COPIES)
+    needed = _copied(wanted)
     late = tl.max(lacking(words, needed, epoch).to(tl.int32))
     while late == 1:
         pause(polls // POLLS_AWAKE)
         polls += 1
         given_up = has_given_up(job, polls, deadline)
-        words = load_words(first_ptr, offs, wanted, COPIES)
+        words = load_words(first_ptr, offs, wanted)
         late = tl.max(tl.where(lacking(words, needed, epoch), 1 + given_up, 0))
-    words = tl.reshape(words, [COPIES, offs.shape[0], offs.shape[1]])
+    words = tl.reshape(words, [words.numel // offs.numel, offs.shape[0], offs.shape[1]])
     # The least of copies that differ, because the wait expired, is one that is lacking.
     return tl.min(words, axis=0), late == 0
 
 
 @triton.jit
-def _copied(block, COPIES: tl.constexpr):
-    """A block [m, n], COPIES times, in one dimension."""
-    copies = tl.broadcast_to(block[None, :, :], [COPIES, block.shape[0], block.shape[1]])
-    return tl.reshape(copies, [COPIES * block.shape[0] * block.shape[1]])
+def _copied(block):
+    """Copies of a block [m, n], in one dimension, at least as long as the program has threads."""
+    if INTERPRET:  # one thread
+        return tl.reshape(block, [block.numel])
+    else:
+        COPIES: tl.constexpr = _copies(block.numel, tl.extra.cuda.num_threads())
+        copies = tl.broadcast_to(block[None, :, :], [COPIES, block.shape[0], block.shape[1]])
+        return tl.reshape(copies, [COPIES * block.numel])

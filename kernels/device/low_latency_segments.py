@@ -55,13 +55,13 @@ class Segments(NamedTuple):
 
 
 @triton.jit
-def await_counts(job, staging, sizes):
+def await_counts(job, staging, WP: tl.constexpr, EP: tl.constexpr):
     """Entries of each source for each local expert [WP, EP], and whether all came in time."""
-    source, local = tl.arange(0, sizes.WP), tl.arange(0, sizes.EP)
+    source, local = tl.arange(0, WP), tl.arange(0, EP)
     counted = is_rank(job, source)[:, None] & is_local_expert(job, local)[None, :]
-    offs = source[:, None] * sizes.EP + local
-    words = load_words(staging.counts_ptr, offs, counted, sizes.COPIES)
-    words, in_time = await_words(job, staging.counts_ptr, offs, counted, words, staging.epoch, sizes.COPIES)
+    offs = source[:, None] * EP + local
+    words = load_words(staging.counts_ptr, offs, counted)
+    words, in_time = await_words(job, staging.counts_ptr, offs, counted, words, staging.epoch)
     if in_time == 0:
         # A rank that has told, but whose counts are missing, counts as one call behind.
         missing = tl.max(lacking(words, counted, staging.epoch).to(tl.int32), axis=1)
@@ -71,11 +71,11 @@ def await_counts(job, staging, sizes):
 
 
 @triton.jit
-def segments_of(job, staging, segments, sizes):
+def segments_of(job, staging, segments, WP: tl.constexpr, EP: tl.constexpr):
     """Rows of each local expert and of its segment, [EP] each, the first output row of each source's rows of each
     expert, [WP * EP], and whether all counts came in time."""
-    local = tl.arange(0, sizes.EP)
-    counts, in_time = await_counts(job, staging, sizes)
+    local = tl.arange(0, EP)
+    counts, in_time = await_counts(job, staging, WP, EP)
     total = tl.sum(counts, axis=0)
     if segments.SLABS:
         padded = tl.where(is_local_expert(job, local), segments.slab_rows, 0)
@@ -83,7 +83,7 @@ def segments_of(job, staging, segments, sizes):
         padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
     start = tl.cumsum(padded, axis=0) - padded
     begin = start[None, :] + tl.cumsum(counts, axis=0) - counts
-    return total, padded, tl.reshape(begin, [sizes.WP * sizes.EP]), in_time
+    return total, padded, tl.reshape(begin, [WP * EP]), in_time
 
 
 @triton.jit

@@ -96,14 +96,12 @@ class Outputs(NamedTuple):
         weights_ptr: [R] float32 with LL_ROW_WEIGHTS, [T, K] with LL_TOKEN_WEIGHTS, else not read.
         copy_rows_ptr: [W * M, K] int32, from the dispatch: rows of the assignments first, then -1.
         WEIGHTS: LL_*_WEIGHTS (device/codes.py); with weights, each row is multiplied by its own.
-        COPIES: how often a program loads the weights of its rows, so that each thread checks some of its own.
     """
 
     y_ptr: Any
     weights_ptr: Any
     copy_rows_ptr: Any
     WEIGHTS: tl.constexpr
-    COPIES: tl.constexpr
 
 
 class Launch(NamedTuple):
@@ -170,7 +168,7 @@ def _push_weights(job, epoch, share, outputs, results, choices, SHARE: tl.conste
 
 
 @triton.jit
-def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: tl.constexpr, COPIES: tl.constexpr):
+def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: tl.constexpr):
     """Bits of the float32 weights of staging rows `arrival` [ROWS], [ROWS, KP] int32, and whether all came in time.
 
     source: [ROWS] ranks that they come from. copy_ptrs: [ROWS], first assignment of each row.
@@ -180,9 +178,9 @@ def _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP: t
     words_ptr = own_buffer(job, LL_WEIGHTS, tl.int64)
     offs = (first_of_half(job, epoch) * job.max_tokens + arrival)[:, None] * choices.TOPK + ks
     # In flight while the row numbers are.
-    words = load_words(words_ptr, offs, inside, COPIES)
+    words = load_words(words_ptr, offs, inside)
     wanted = tl.load(copy_ptrs[:, None] + ks, mask=inside, other=-1) != -1
-    words, in_time = await_words(job, words_ptr, offs, wanted, words, epoch, COPIES)
+    words, in_time = await_words(job, words_ptr, offs, wanted, words, epoch)
     if in_time == 0:
         peers = tl.arange(0, WP)[None, :]
         lacks = tl.max(lacking(words, wanted, epoch).to(tl.int32), axis=1)[:, None] > 0
@@ -266,7 +264,7 @@ def _reduce_item(job, epoch, healthy, item, piece, outputs, hidden, choices, WP:
         second = _load_copy(outputs, copies[1], column, in_row, hidden)
     bits = copies[0][:, None]
     if outputs.WEIGHTS == _TOKEN_WEIGHTS:
-        bits, in_time = _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP, outputs.COPIES)
+        bits, in_time = _await_weights(job, epoch, arrival, source, copy_ptrs, alive, choices, WP)
         came &= in_time
     acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
     acc += _weighted(value, outputs, copies[0], bits, 0, outputs.WEIGHTS)

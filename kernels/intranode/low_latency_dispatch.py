@@ -146,13 +146,11 @@ class Sizes(NamedTuple):
     Attributes:
         WP: all ranks. EP: local experts.
         BLOCK_N: entries compared at a time.
-        COPIES: how often a program loads the WP * EP totals, so that each thread checks some of its own.
     """
 
     WP: tl.constexpr
     EP: tl.constexpr
     BLOCK_N: tl.constexpr
-    COPIES: tl.constexpr
 
 
 class Received(NamedTuple):
@@ -627,7 +625,7 @@ def _expand(job, epoch, worker, workers, out, segments, parts, choices, sizes, t
     word_of, arrived, alike = _await_told(job, staging, sizes.WP)
     if arrived & alike:
         most = _most_tokens(word_of)
-        total, padded, begin, in_time = segments_of(job, staging, segments, sizes)
+        total, padded, begin, in_time = segments_of(job, staging, segments, sizes.WP, sizes.EP)
         if in_time:
             # While rows are on their way.
             _note_absent(job, worker, workers, most, out.copy_rows_ptr, choices)
@@ -646,7 +644,7 @@ def _record(job, epoch, placement_ptr, segments, choices, sizes):
     staging = _staging(job, epoch, choices, sizes.EP)
     word_of, arrived, alike = _await_told(job, staging, sizes.WP)
     if arrived & alike:
-        total, padded, _, in_time = segments_of(job, staging, segments, sizes)
+        total, padded, _, in_time = segments_of(job, staging, segments, sizes.WP, sizes.EP)
         if in_time:
             store_placement(job, placement_ptr, word_of, total, padded, segments, epoch)
     if arrived & (alike == 0):

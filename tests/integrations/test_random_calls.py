@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.draws import Draws, bits, same
+from tests.draws import Draws, bits, parametrize_sequences, same
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
@@ -459,10 +459,8 @@ def _run(rank: int, nodes: int, ranks_per_node: int, kind: Callable[..., Calls],
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """As many sequences as `--sequences` says, over every topology in turn."""
-    numbers = range(metafunc.config.getoption("sequences"))
-    cases = [(*TOPOLOGIES[number % len(TOPOLOGIES)], number) for number in numbers]
-    metafunc.parametrize(("nodes", "ranks_per_node", "seed"), cases)
+    """Sequences of every topology."""
+    parametrize_sequences(metafunc, TOPOLOGIES)
 
 
 @pytest.mark.plain

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.draws import Draws, bits, same
+from tests.draws import Draws, bits, parametrize_sequences, same
 from tests.layer.cases import full_scatter_indices, layer_limit_s
 from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed, autograd
 from triton_ep.ops.row_scales import RowScaled
@@ -516,10 +516,8 @@ def _run(rank: int, nodes: int, ranks_per_node: int, seed: int) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """As many sequences as `--sequences` says, over every topology in turn."""
-    numbers = range(metafunc.config.getoption("sequences"))
-    cases = [(*TOPOLOGIES[number % len(TOPOLOGIES)], number) for number in numbers]
-    metafunc.parametrize(("nodes", "ranks_per_node", "seed"), cases)
+    """Sequences of every topology."""
+    parametrize_sequences(metafunc, TOPOLOGIES)
 
 
 @pytest.mark.plain

@@ -19,6 +19,8 @@ TokenLayout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 [E] int32, entries per expert; [T, W] bool, whether a token goes to a rank."""
 Memory = tuple[torch.Tensor, ...]
 """Memory for one layout: int32 counts, zeroed, which are the next three as one; then the four parts of the result."""
+_Kind = tuple[int, tuple[int, int, int], torch.device, int]
+"""What memory is for: tokens; ranks, nodes and experts; device; and stream."""
 
 
 class LayoutMemory:
@@ -29,10 +31,10 @@ class LayoutMemory:
     """
 
     def __init__(self) -> None:
-        self._kind: tuple[object, ...] = ()  # of the pieces at hand: tokens, parts, device and stream
+        self._kind: _Kind | None = None  # of the pieces at hand
         self._counts: list[Memory] = []  # at hand
         self._tables: list[torch.Tensor] = []  # at hand
-        self._all_counts: dict[tuple[object, ...], list[Memory]] = {}  # by parts, device and stream
+        self._all_counts: dict[tuple[object, ...], list[Memory]] = {}  # by all of a kind but the tokens
 
     def take(self, parts: tuple[int, int, int], num_tokens: int, device: torch.device) -> Memory:
         """A piece for these numbers of ranks, nodes and experts, and tokens."""
@@ -45,14 +47,13 @@ class LayoutMemory:
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         kind = (num_tokens, parts, device, stream)
         if kind != self._kind or not self._counts or not self._tables:
-            self._provide(kind, parts, num_tokens, device)
+            self._provide(kind)
         return (*self._counts.pop(), self._tables.pop())
 
-    def _provide(
-        self, kind: tuple[object, ...], parts: tuple[int, int, int], num_tokens: int, device: torch.device
-    ) -> None:
+    def _provide(self, kind: _Kind) -> None:
         """Have pieces of this kind at hand."""
         again, self._kind = kind == self._kind, kind
+        num_tokens, parts, device, _ = kind
         self._counts = self._all_counts.setdefault(kind[1:], [])
         if not self._counts:
             self._counts += _cleared(parts, device, _CLEARED)

@@ -12,14 +12,6 @@ _SUM_BYTES = 2**13
 _SUM_ELEMENTS = 1024
 _FEW_ROWS = 256
 """Rows that arrive, for which there are enough workers in any case."""
-_THREADS = 128
-"""Threads of a program."""
-
-
-def _copies(s: Shape, words: int) -> int:
-    """How often a program loads a block of `words` words that announce themselves, so that no two of its threads hold
-    the same one (`await_words`)."""
-    return 1 if s.interpreted else max(_THREADS // words, 1)
 
 
 def rows_per_program(interpreted: bool) -> int:
@@ -38,7 +30,6 @@ def dispatch(
     many = payload == QUANTISE and s.world_size * s.max_tokens > _FEW_ROWS
     block = {QUANTISE: 2048 if many else 4096, QUANTISE_CHANNELS: 2048}.get(payload, 512)
     pushed = _columns(s, x_words, block)
-    experts = next_power_of_2(s.experts_per_rank)
     constexprs = {
         "PAYLOAD": payload,
         "PUSH_TILES": pushed["TILES"],
@@ -48,8 +39,7 @@ def dispatch(
         "HAS_PADDING": s.alignment > 1 and not slabs,
         "SLABS": slabs,
         "COLUMNS": columns,
-        "EP": experts,
-        "COPIES": _copies(s, next_power_of_2(s.world_size) * experts),
+        "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
         "ROWS": rows_per_program(s.interpreted),
         **_columns(s, row_words, 2048),
@@ -82,15 +72,13 @@ def combine(s: Shape, weights: int) -> Plan:
     most = min(_SUM_BYTES // (ranks * nbytes), _SUM_ELEMENTS)
     if nbytes == 2 and not packed:
         most //= 2
-    # On a GPU each thread has at least one word.
-    part = max(min(next_power_of_2(s.hidden), most), 2 * _THREADS)
+    # On a GPU, each thread has at least one word.
+    part = max(min(next_power_of_2(s.hidden), most), 256)
     if s.interpreted:
         part = min(next_power_of_2(s.hidden), 8192)
-    rows = rows_per_program(s.interpreted)
     constexprs = {
         "WEIGHTS": weights,
-        "COPIES": _copies(s, rows * next_power_of_2(s.topk)),
-        "ROWS": rows,
+        "ROWS": rows_per_program(s.interpreted),
         "PARTS": -(-s.hidden // part),
         "BLOCK_S": part,
         "PACKED": packed,
