@@ -25,11 +25,11 @@ from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
 from triton_ep.errors import ConfigError
-from triton_ep.exchange import checks, refusals, steps
+from triton_ep.exchange import checks, landings, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
-from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched
-from triton_ep.exchange.landings import EXPERT_MAJOR, Ahead, CompactRows, Deduplicated, ExpertMajor, compact_rows
+from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched, ending_of
+from triton_ep.exchange.landings import EXPERT_MAJOR, WITH_COPIES, Ahead, CompactRows, Deduplicated, ExpertMajor
 from triton_ep.exchange.ranges import call_range
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
@@ -304,7 +304,7 @@ class EPAll2AllLayer:
         """
         self._begin("dispatch", input, weight)
         arguments = (input, exp_indices, weight, full_scatter_indices)
-        ending = Ending(return_recv_hook, async_finish, previous_event)
+        ending = ending_of(return_recv_hook, async_finish, previous_event)
 
         def send() -> Launched[_ExpertMajor]:
             request = self._requests.dispatch(ending, landing, *arguments)
@@ -461,7 +461,7 @@ class EPAll2AllLayer:
         """
         self._begin()
         request = self._requests.dispatch_with_row_map(rows, given, weights)
-        sent = self._send(request, ExpertMajor(keep_copies=True))
+        sent = self._send(request, WITH_COPIES)
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 
@@ -486,7 +486,7 @@ class EPAll2AllLayer:
         self._begin("dispatch", input, weight)
         with call_range("dispatch", self.context):
             request = self._requests.dispatch(PLAIN, landing, input, exp_indices, weight, None, checked)
-            kind = ExpertMajor(keep_rows=True) if keep_rows else EXPERT_MAJOR[landing]
+            kind = landings.WITH_ROWS if keep_rows else EXPERT_MAJOR[landing]
             return kind.ahead(steps.dispatch(self.context, request, kind, later=later), self.config)
 
     def dispatch_to_slabs(
@@ -553,12 +553,12 @@ class EPAll2AllLayer:
         checks.check_compact_layer(self.config)
         self._begin()
         given, arguments = Rows(input, scale), (input, exp_indices, weight, scale)
-        ending = Ending(async_finish=async_finish, previous_event=previous_event)
+        ending = ending_of(False, async_finish, previous_event)
 
         def send() -> Launched[CompactRows]:
             request = self._requests.dispatch_compact(ending, given, exp_indices, weight, num_rows)
-            sent = steps.dispatch(self.context, request, Deduplicated(exp_indices.dtype))
-            return compact_rows(sent, given), sent.receive
+            sent = steps.dispatch(self.context, request, landings.COMPACT[exp_indices.dtype])
+            return landings.compact_rows(sent, given), sent.receive
 
         received, event = self._finish("dispatch", send, arguments, ending)
         assert not isinstance(event, RecvHook), "not asked for"
@@ -616,7 +616,7 @@ class EPAll2AllLayer:
         checks.check_compact_layer(self.config)
         self._begin()
         given = Rows(input, scale)
-        ending = Ending(async_finish=async_finish, previous_event=previous_event)
+        ending = ending_of(False, async_finish, previous_event)
 
         def send() -> Launched[tuple[torch.Tensor, torch.Tensor | None]]:
             request = self._requests.dispatch_compact_again(ending, given, layout_desc)
@@ -710,7 +710,7 @@ class EPAll2AllLayer:
         ctx, desc = self.context, ep_a2a_layout_desc
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         self._begin_combine(input, weights, *biases)
-        ending = Ending(return_recv_hook, async_finish, previous_event)
+        ending = ending_of(return_recv_hook, async_finish, previous_event)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         if out is not None:
             checks.check_out(self.config, ctx.device, out, desc)

@@ -92,6 +92,8 @@ class DispatchCombineContext:
 
     Attributes:
         sizes: rows for which the buffers have room; exact layers grow.
+        topology: ranks, ranks per node, and experts per rank.
+        repeats: dispatches whose launches are known, by kind (triton_ep/exchange/repeats.py); None: there are none.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
@@ -100,6 +102,7 @@ class DispatchCombineContext:
     ) -> None:
         self.config, self.aot = config, aot
         self.group, self.heap, self.device = group, heap, heap.device
+        self.topology = (config.world_size, config.local_world_size, config.num_experts_per_rank)
         self._gpu = self.device.index if self.device.type == "cuda" else None
         self.layer_id = secrets.randbits(62)
         self.name, self._members = name, heap.members(group)
@@ -111,6 +114,9 @@ class DispatchCombineContext:
         self.backward = False  # calls made now send gradients
         self.beside_products = False  # combines made now leave room for products that compute gradients of weights
         self._rows_before: dict[tuple[str, int], int] = {}
+        self.repeats: dict[tuple[object, ...], object] | None = None
+        if config.is_intra_node and not config.copy_engines:
+            self.repeats = {}
         self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
@@ -426,7 +432,8 @@ class DispatchCombineContext:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph captures the current stream."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # Private, because its public counterpart takes twice as long.
+        return self._gpu is not None and bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def note_rows(self, landing: str, num_tokens: int, num_rows: int) -> None:
         """Note how many rows an exact dispatch of `num_tokens` tokens of this rank received, for `rows_before`."""

@@ -76,6 +76,13 @@ class EPAllToAllLayoutDesc:
     host_num_rows: tuple[int, ...] | None = None
     host_arrivals: tuple[int, ...] | None = None
 
+    @classmethod
+    def made(cls, **fields: Any) -> EPAllToAllLayoutDesc:
+        """As the constructor, in a third of its time: that of a frozen dataclass makes a call for each field."""
+        desc = object.__new__(cls)
+        desc.__dict__.update(fields)  # the others are the defaults, which belong to the class
+        return desc
+
     # Views, created on access: a descriptor that goes straight into combine creates none. A low-latency dispatch leaves
     # out what its combine does not need; those properties are None.
 

@@ -43,7 +43,7 @@ class Requests:
         if checked:
             return Request(rows_of(x), ids, weights, scatter)
         try:
-            if ending != PLAIN:
+            if ending is not PLAIN:
                 checks.check_overlap(self._cfg, *ending)
             if landing is not None:
                 checks.check_landing(self._cfg, landing)

@@ -32,6 +32,14 @@ class Ending(NamedTuple):
 
 
 PLAIN = Ending()
+"""The default; `ending_of` returns this object."""
+
+
+def ending_of(return_recv_hook: bool, async_finish: bool, previous_event: EPEvent | None) -> Ending:
+    """The ending with these arguments, which are not checked yet."""
+    if return_recv_hook is async_finish is False and previous_event is None:
+        return PLAIN
+    return Ending(return_recv_hook, async_finish, previous_event)
 
 
 class InFlight:
@@ -84,14 +92,19 @@ class Finisher:
             arguments: everything that the call reads.
         """
 
-        def named() -> Launched[Results]:
-            with call_range(call, self._context):
-                return send()
-
-        launch = named if records_ranges() else send
+        launch = self._named(call, send) if records_ranges() else send
+        if ending is PLAIN:
+            return launch()[0], None
         if ending.async_finish:
             return self._comm.run(lambda: launch()[0], arguments, ending.previous_event)
         results, receive = launch()
         if not ending.return_recv_hook:
             return results, None
         return results, InFlight(self._context, call, receive).hook(results, arguments)
+
+    def _named(self, call: Call, send: Callable[[], Launched[Results]]) -> Callable[[], Launched[Results]]:
+        def named() -> Launched[Results]:
+            with call_range(call, self._context):
+                return send()
+
+        return named

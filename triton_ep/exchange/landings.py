@@ -83,7 +83,7 @@ class Landing(ABC, Generic[Received]):
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ExpertMajor(Landing[dispatch_ops.Received]):
     """A row per (token, expert), sorted by expert, source rank, token, k.
 
@@ -181,9 +181,11 @@ EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 """Expert-major landings by the `landing` of a dispatch."""
 WITH_COPIES = ExpertMajor(keep_copies=True)
 """The expert-major landing of integrations, whose handles describe the rows."""
+WITH_ROWS = ExpertMajor(keep_rows=True)
+"""The expert-major landing of callers that read rows as they arrived, too."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Deduplicated(Landing[compact_ops.Compact]):
     """A row per (token, rank), sorted by source rank and token, with the local ids of its experts and their weights.
 

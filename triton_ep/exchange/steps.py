@@ -9,7 +9,7 @@ counts afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
@@ -18,11 +18,11 @@ import torch
 
 from triton_ep.context.context import MOST_WASTED, DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.given import Rows
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
 from triton_ep.context.rows import RowFormat
-from triton_ep.exchange import checks
+from triton_ep.exchange import checks, repeats
 from triton_ep.exchange.landings import Landing
 from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
 from triton_ep.kernels.device.codes import (
@@ -69,18 +69,36 @@ def dispatch(
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
     fmt = ctx.rows.own if request.rows.scale is None else ctx.rows.scaled
-    rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows)
-    routing, placement = preprocess(ctx, request, rows, landing, reads)
+    known = None if split else repeats.find(ctx, fmt, request, landing, reads)
+    if isinstance(known, repeats.Noting):
+        with known:
+            return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
+    return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
+
+
+def _dispatch(
+    ctx: DispatchCombineContext,
+    request: Request,
+    landing: Landing[Received],
+    split: bool,
+    later: bool,
+    reads: bool,
+    fmt: RowFormat,
+    known: repeats.Repeat | repeats.Noting | None,
+) -> Sent[Received]:
+    """`dispatch`. reads: the host will read the counts. known: how kernels are launched."""
+    if isinstance(known, repeats.Repeat):
+        rows, entries, placement, tensors = known.begin(ctx, request, reads)
+        counted = None
+    else:
+        counted, tensors = count(ctx, request, landing, split, reads, fmt), []
+        rows, entries, placement = counted.rows, counted.routing.entries, counted.placement
     # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
-    # Rows that the caller lays out later may have changed until then.
-    in_place = whole and not split
-    given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
-    own = routing_ops.OwnRows(given, routing.own_tokens, int(in_place))
-    flight = Flight(ctx, request, landing, split, rows, own, fmt, routing, placement, forward)
+    flight = Flight(ctx, request, landing, split, fmt, rows, entries, placement, forward, counted, known, tensors)
     # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
-    beside = flight.send()
+    beside = flight.begin()
     ahead = flight.receive_ahead(beside) if reads and not split and not request.refused else None
     if ahead is not None and later:
         made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
@@ -115,33 +133,63 @@ class Flight(Generic[Received]):
 
     Attributes:
         ctx, request, landing, split: arguments of `dispatch`.
+        fmt: the format of its rows.
         rows: in wire form.
-        own: those of them that stay here.
-        fmt: their format.
-        routing, placement: of `preprocess`.
+        entries: of its routing. placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
+        counted: what the steps read; None: a `Repeat` has not needed it yet.
+        known: how kernels are launched, of `repeats.find`. tensors: what a `Repeat` launches them with.
     """
 
     ctx: DispatchCombineContext
     request: Request
     landing: Landing[Received]
     split: bool
-    rows: Rows
-    own: routing_ops.OwnRows
     fmt: RowFormat
-    routing: routing_ops.Routing
+    rows: Rows
+    entries: torch.Tensor
     placement: torch.Tensor
     forward: torch.Tensor | None
+    counted: repeats.Counted | None
+    known: repeats.Repeat | repeats.Noting | None
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether rows arrive with weights."""
+        ids, weights = self.request.ids, self.request.weights
+        return weights is not None or (isinstance(ids, RoutingMap) and ids.probs is not None)
+
+    def pieces(self) -> repeats.Counted:
+        """`counted`, also after a `Repeat`."""
+        if self.counted is None:
+            assert isinstance(self.known, repeats.Repeat)
+            self.counted = self.known.counted(self.request, self.rows, self.entries, self.placement)
+        return self.counted
+
+    def begin(self) -> dispatch_ops.Beside | None:
+        """`send` for the first time."""
+        known = self.known
+        if isinstance(known, repeats.Repeat):
+            known.send(*self.tensors)
+            return known.beside
+        if known is not None:
+            known.end_part()
+        beside = self.send()
+        if known is not None:
+            known.end_part()
+        return beside
 
     def send(self) -> dispatch_ops.Beside | None:
         """Place and send the rows, and forward those of other nodes unless the receiving half is the caller's.
 
         Returns how they are received meanwhile; None: afterwards.
         """
-        ctx, fmt, rows, routing, placement = self.ctx, self.fmt, self.rows, self.routing, self.placement
-        routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, self.own)
+        ctx, fmt = self.ctx, self.fmt
+        rows, routing, placement, own = self.pieces()
+        routing_ops.place(ctx, fmt, routing, placement, self.request.scatter, own)
         if ctx.config.copy_engines:
-            copy_engines.send(ctx, fmt, rows, self.own)
+            copy_engines.send(ctx, fmt, rows, own)
             return None
         beside = dispatch_ops.fork(ctx, self.split)
         network = None
@@ -159,22 +207,33 @@ class Flight(Generic[Received]):
         """Push rows that other nodes send on to the ranks of this node."""
         if self.forward is not None:
             reduced = self.ctx.config.enable_local_combine or self.landing.deduplicated
-            has_weights = self.routing.weights is not None
-            dispatch_ops.forward(self.ctx, self.fmt, self.forward, has_weights, reduced, self.placement)
+            dispatch_ops.forward(self.ctx, self.fmt, self.forward, self.has_weights, reduced, self.placement)
 
     def receive(self, arrivals: Arrivals, beside: dispatch_ops.Beside | None) -> Sent[Received]:
         """Allocate the results while rows are in flight; launch the receiving half, or leave that to the caller."""
         ctx, landing = self.ctx, self.landing
-        received = landing.make(ctx, self.fmt, arrivals, self.routing.weights is not None)
+        received = landing.make(ctx, self.fmt, arrivals, self.has_weights)
         if self.split:
             return self.sent(arrivals, received, partial(self.receive_later, received))
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, beside)
+        self.land(received, beside, arrivals.num_rows)
         return self.sent(arrivals, received)
+
+    def land(self, received: Received, beside: dispatch_ops.Beside | None, num_rows: int) -> None:
+        """Launch the receiving half, with room for `num_rows` rows."""
+        known = self.known
+        if isinstance(known, repeats.Repeat) and beside is known.beside:
+            known.finish(self.tensors, received, num_rows)
+            return
+        counted = self.pieces()
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, counted.own, beside)
+        if isinstance(known, repeats.Noting):
+            known.end(counted, received, beside)
+            self.known = None
 
     def receive_later(self, received: Received) -> None:
         """The receiving half of a split dispatch."""
         self.forward_rows()
-        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.own, None)
+        self.landing.receive(self.ctx, self.fmt, received, self.placement, self.pieces().own, None)
 
     def receive_ahead(self, beside: dispatch_ops.Beside | None) -> tuple[Received, int] | None:
         """Launch the receiving half before the host reads the counts, with room for a few rows more than lately.
@@ -188,8 +247,8 @@ class Flight(Generic[Received]):
         if not before:
             return None
         room = before + before // _AHEAD
-        received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.routing.weights is not None)
-        landing.receive(ctx, self.fmt, received, self.placement, self.own, beside)
+        received = landing.make(ctx, self.fmt, landing.room_ahead(ctx, room), self.has_weights)
+        self.land(received, beside, room)
         return received, room
 
     def read_counts(self, beside: dispatch_ops.Beside | None) -> tuple[Arrivals, bool, dispatch_ops.Beside | None]:
@@ -200,6 +259,8 @@ class Flight(Generic[Received]):
         if not grown:
             return arrivals, False, beside
         release_held(ctx, self.placement)
+        self.pieces()
+        self.known = None  # its launches are for smaller buffers
         return arrivals, True, self.send()
 
     def read_and_receive(
@@ -215,12 +276,12 @@ class Flight(Generic[Received]):
     def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:
         """The dispatch as `dispatch` returns it."""
         cfg, deduplicated = self.ctx.config, self.landing.deduplicated
-        desc = EPAllToAllLayoutDesc(
+        desc = EPAllToAllLayoutDesc.made(
             num_dispatch_token_cur_rank=self.rows.data.shape[0],
             num_recv_rows=arrivals.num_rows,
-            entries=self.routing.entries,
+            entries=self.entries,
             placement=self.placement,
-            shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
+            shape=self.ctx.topology,
             layer_id=self.ctx.layer_id,
             dispatch_number=self.ctx.num_dispatches,
             forward=self.forward,
@@ -232,6 +293,23 @@ class Flight(Generic[Received]):
             host_arrivals=arrivals.host_arrivals,
         )
         return Sent(received, desc, arrivals.host_counts, receive or _no_more)
+
+
+def count(
+    ctx: DispatchCombineContext,
+    request: Request,
+    landing: Landing[Received],
+    split: bool,
+    reads: bool,
+    fmt: RowFormat,
+) -> repeats.Counted:
+    """The first steps, until the counts of all ranks are exchanged."""
+    rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows)
+    routing, placement = preprocess(ctx, request, rows, landing, reads)
+    # Rows that the caller lays out later may have changed until then.
+    in_place = whole and not split
+    given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
+    return repeats.Counted(rows, routing, placement, routing_ops.OwnRows(given, routing.own_tokens, int(in_place)))
 
 
 def preprocess(

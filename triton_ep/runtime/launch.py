@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -197,6 +197,15 @@ class _NoHooksYet(_NoHooks):
     """Hooks of a process that has not loaded Triton but may load it."""
 
 
+class Launch(NamedTuple):
+    """One launch of a `Launcher`: its arguments are in the order of `Launcher.names`."""
+
+    launcher: Launcher
+    grid: int
+    args: tuple[Any, ...]
+    stream: torch.cuda.Stream | None
+
+
 class Launcher:
     """One kernel with its constexprs, ready to be launched any number of times, by the names of its arguments.
 
@@ -217,7 +226,10 @@ class Launcher:
     Attributes:
         declared: upper bound of the resources of a program, from plan and kernel: the same on all ranks.
         program: resources of a program of the kernels compiled by the JIT, now or earlier; until then as declared.
+        names, num_pointers: the arguments of a launch in order, tensors first, and how many of these there are.
+        specialised: names of the integers that the kernel is compiled for.
         num_compiled: kernels of all launchers that the JIT has compiled, or taken from those of earlier processes.
+        noted: a list to which each launch is added, for `runtime.repeat`; None: launches are not noted.
         launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
             Takes tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: None: the current
             stream. Passing a stream takes a fraction of the time of making it current.
@@ -253,6 +265,7 @@ class Launcher:
         self._extern_libs = extern_libs
         self._compiled: dict[Any, Start] = {}
         self._told: dict[Any, Callable[..., Any]] = {}
+        self.noted: list[Launch] | None = None
         self._aot = aot
         self._enter: Any = _NoHooks
         self._exit: Any = _NoHooks
@@ -276,7 +289,7 @@ class Launcher:
         self.program = self.declared = Program.declared(plan, warps or 1, maxnreg)
         self._taken: Program | None = None
         if INTERPRETING or self._may_have_boxes or any_arguments:
-            self.launch = _by_name(plan.kernel, self._names, self._launch)
+            self.launch = _by_name(plan.kernel, self.names, self.launch_in_order)
         else:
             self.launch = self._short_cut()
 
@@ -285,11 +298,12 @@ class Launcher:
     ) -> None:
         self._bound = {name: bound[name] for name in arguments if name in bound}
         self._types = {name: kind for name, kind in arguments.items() if name not in bound}
-        self._names = names = tuple(self._types)
+        self.names = names = tuple(self._types)
         kinds = tuple(self._types.values())
-        self._num_pointers = sum(kind[0] in "*{" for kind in kinds)
-        self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in kinds[i])
+        self.num_pointers = sum(kind[0] in "*{" for kind in kinds)
+        self._typed = tuple(i for i in range(self.num_pointers) if self._any_arguments or "{" in kinds[i])
         self._special = tuple(i for i, name in enumerate(names) if name in specialised)
+        self.specialised = [names[i] for i in self._special]
         self._kinds = bool(self._typed or self._special)
         # Only an argument whose declared type is fully open may be a matrix in boxes.
         self._may_have_boxes = any(kind[0] == "{" for kind in kinds)
@@ -309,26 +323,27 @@ class Launcher:
 
     def _short_cut(self) -> Callable[..., None]:
         """`launch` as a function generated for this kernel. It passes aligned arguments of a compiled kind straight to
-        the driver; for all other arguments it calls `_launch`, like the function of `_by_name`."""
-        pointers, integers = self._names[: self._num_pointers], self._names[self._num_pointers :]
+        the driver; for all other arguments it calls `launch_in_order`, like the function of `_by_name`."""
+        pointers, integers = self.names[: self.num_pointers], self.names[self.num_pointers :]
         kind = "device"
         if self._kinds:
-            dtypes = [f"{self._names[i]}.dtype" for i in self._typed]
-            kind = f"(device, (), {', '.join([*dtypes, *[self._names[i] for i in self._special]])},)"
+            dtypes = [f"{self.names[i]}.dtype" for i in self._typed]
+            kind = f"(device, (), {', '.join([*dtypes, *[self.names[i] for i in self._special]])},)"
         addresses = [f"address_{number}" for number in range(len(pointers))]
-        given = "".join(f"{name}, " for name in self._names)
+        given = "".join(f"{name}, " for name in self.names)
         lines = [
             f"def {self.plan.kernel}(grid, *, {given}stream=None):",
             "    device = C._cuda_getDevice()",
             *[f"    {address} = {name}.data_ptr()" for address, name in zip(addresses, pointers, strict=True)],
             f"    start = compiled.get({kind})",
             f"    unlike = start is None or ({' | '.join([*addresses, '0'])}) & 15 or not grid",
-            "    if unlike or me._enter.calls or me._exit.calls or me._enter is unknown and 'triton.knobs' in modules:",
+            "    noticed = me.noted is not None or me._enter is unknown and 'triton.knobs' in modules",
+            "    if unlike or noticed or me._enter.calls or me._exit.calls:",
             f"        return launch(grid, ({given}), stream)",
             "    where = C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream",
             f"    start({', '.join(['grid', 'where', *addresses, *integers])})",
         ]
-        scope: dict[str, Any] = {"C": torch._C, "compiled": self._compiled, "me": self, "launch": self._launch,
+        scope: dict[str, Any] = {"C": torch._C, "compiled": self._compiled, "me": self, "launch": self.launch_in_order,
                                  "unknown": _NoHooksYet, "modules": sys.modules}  # fmt: skip
         exec("\n".join(lines), scope)
         made: Callable[..., None] = scope[self.plan.kernel]
@@ -343,13 +358,16 @@ class Launcher:
 
     def named(self, args: Sequence[Any]) -> dict[str, Any]:
         """All arguments of the kernel by name, from the arguments of a launch in order."""
-        return self._bound | dict(zip(self._names, args, strict=True))
+        return self._bound | dict(zip(self.names, args, strict=True))
 
-    def _launch(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
+    def launch_in_order(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
+        """`launch`, with the arguments in the order of `names`."""
+        if self.noted is not None:
+            self.noted.append(Launch(self, grid, args, stream))
         if grid == 0:
             return
         if self._any_arguments:
-            self._check_places(args[: self._num_pointers])
+            self._check_places(args[: self.num_pointers])
         if INTERPRETING:
             named = self.named(args)
             _interpret(self.spec, grid, [named[name] for name in self.spec.arguments], self._constexprs)
@@ -357,15 +375,11 @@ class Launcher:
         # Private functions, because torch.cuda.current_device and current_stream check and wrap their results: together
         # they take longer than the rest of a launch.
         device = torch._C._cuda_getDevice()
-        pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self._num_pointers]))
+        pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self.num_pointers]))
         unaligned: tuple[int, ...] = ()
         if self._may_have_boxes or functools.reduce(or_, pointers, 0) & 15:
             unaligned = tuple([i for i, pointer in enumerate(pointers) if type(pointer) is int and pointer & 15])
-        kind: Any = device
-        if unaligned or self._kinds:
-            kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
-            if self._any_arguments:  # Triton passes an integer as 64 bits if 32 do not suffice
-                kind += tuple([value >> 31 for value in args[self._num_pointers :]])
+        kind = self._kind(device, args, unaligned)
         start = self._compiled.get(kind)
         if start is None:
             start = self._compiled[kind] = self._make_start(kind, self._request(args, unaligned))
@@ -374,20 +388,38 @@ class Launcher:
             if kind not in self._told:  # hooks get metadata only for kernels that Triton has loaded
                 start = self._compiled[kind] = self._start_of_jit(kind, self._request(args, unaligned))
             told = self._told[kind]((grid, 1, 1), where)
-            start(grid, where, *pointers, *args[self._num_pointers :], told=told, enter=self._enter, leave=self._exit)
+            start(grid, where, *pointers, *args[self.num_pointers :], told=told, enter=self._enter, leave=self._exit)
             return
-        start(grid, where, *pointers, *args[self._num_pointers :])
+        start(grid, where, *pointers, *args[self.num_pointers :])
+
+    def _kind(self, device: int, args: Sequence[Any], unaligned: tuple[int, ...]) -> Any:
+        """What the kernel is compiled for. unaligned: pointers whose addresses are no multiple of 16."""
+        if not (unaligned or self._kinds):
+            return device
+        kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
+        if self._any_arguments:  # Triton passes an integer as 64 bits if 32 do not suffice
+            kind += tuple([value >> 31 for value in args[self.num_pointers :]])
+        return kind
+
+    def start_of(self, args: Sequence[Any]) -> Start | None:
+        """What launches the compiled kernel with arguments like these, at addresses that are multiples of 16.
+
+        None: it is not compiled, or each launch must look at its arguments or call hooks of Triton.
+        """
+        if self._any_arguments or self._may_have_boxes or self.is_hooked:
+            return None
+        return self._compiled.get(self._kind(torch._C._cuda_getDevice(), args, ()))
 
     def _check_places(self, args: Sequence[Any]) -> None:
         place = _place()  # once, and compared here: each launch takes this way
-        for name, arg in zip(self._names, args, strict=False):
+        for name, arg in zip(self.names, args, strict=False):
             tensor = arg.base if isinstance(arg, Boxes) else arg
             if tensor.get_device() != place:
                 check_place(name.removesuffix("_ptr"), tensor)
 
     def _addresses(self, args: Sequence[Any]) -> list[Any]:
         """Addresses of tensors, and `Boxes` as they are."""
-        return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self._num_pointers]]
+        return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self.num_pointers]]
 
     def _make_start(self, kind: Any, request: KernelRequest) -> Start:
         """The library's kernel for this request. If the library lacks it, this launcher uses the JIT from then on."""
@@ -485,7 +517,7 @@ class Launcher:
         """
         bound = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value
                  for name, value in self._bound.items()}  # fmt: skip
-        given = ", ".join(["grid", "where", *self._names])
+        given = ", ".join(["grid", "where", *self.names])
         scope = {**bound, **names}
         exec(f"def start({given}, *, told=None, enter=None, leave=None):\n    {call}", scope)
         made: Start = scope["start"]
@@ -505,9 +537,9 @@ class Launcher:
                 actual = "i64"
             if actual != declared:
                 types[name] = actual
-        numbers = {self._names[i]: args[i] for i in self._special}
+        numbers = {self.names[i]: args[i] for i in self._special}
         odd = [name for name, arg in self._bound.items() if isinstance(arg, torch.Tensor) and arg.data_ptr() % WORD]
-        return KernelRequest.of(self.plan, types, numbers, [*odd, *[self._names[i] for i in unaligned]])
+        return KernelRequest.of(self.plan, types, numbers, [*odd, *[self.names[i] for i in unaligned]])
 
 
 def _place() -> int:

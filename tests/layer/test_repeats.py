@@ -1,0 +1,258 @@
+"""Dispatches that repeat noted launches: they launch what ordinary steps would, and give what the reference gives."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed
+from triton_ep.context.given import RoutingMap, Rows
+from triton_ep.distributed import current_heap
+from triton_ep.exchange.repeats import Repeat
+from triton_ep.runtime import launch
+
+PLAIN = pytest.mark.plain
+# Of two calls of the reference's workloads, each has another number of tokens.
+EVEN = Case("even", tokens=(6,), hidden=64, topk=2, experts=4)
+CASES = {
+    "exact": EVEN,
+    "static": replace(EVEN, static=True, local_combine=True, weights=False),
+    "mxfp8": replace(EVEN, payload="mxfp8", alignment=8),
+    "mxfp8_static": replace(EVEN, payload="mxfp8", static=True, local_combine=True),
+    "quantised": replace(EVEN, payload="mxfp8", quantised_input=True),
+    "int64": replace(EVEN, idx_dtype=torch.int64, dtype=torch.float32, local_combine=True, shared_staging=True),
+}
+CHANGING = ("read_number",)
+"""Integers that differ between any two calls."""
+
+Launches = list[tuple[str, int, dict[str, Any]]]
+"""Name, grid and arguments of each."""
+
+
+def _kinds(layer: EPAll2AllLayer) -> list[str]:
+    assert layer.context.repeats is not None
+    return [type(known).__name__ for known in layer.context.repeats.values()]
+
+
+def _check_results(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        for call in range(5):
+            combine_and_check(layer, dispatch_and_check(layer, case, call))
+            assert _kinds(layer) == ["Repeat" if call else "object"]
+        layer.check()
+
+
+@PLAIN
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_repeated_dispatches_equal_the_reference(run_ranks, nodes, ranks_per_node, case):
+    """Every row, weight, count and sum of calls of one kind with other data."""
+    run_ranks(_check_results, nodes, ranks_per_node, case)
+
+
+def _calls(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[], object]]:
+    """Calls of all kinds that a layer without a payload repeats, on the same inputs each time."""
+    device = current_heap().device
+    work = workloads(case, layer.config.world_size, 0)[rank]
+    x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
+    one_byte, scale = x.to(torch.float8_e4m3fn), torch.arange(2 * len(x), dtype=torch.uint8, device=device).view(-1, 2)
+    routed = torch.zeros(len(x), layer.config.num_experts, dtype=torch.bool, device=device)
+    routed.scatter_(1, idx.long().clamp(0, layer.config.num_experts - 1), True)
+    probs, excess = routed.float(), torch.zeros(1, dtype=torch.int32, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch": lambda: layer.dispatch(x, idx, weights),
+        "no_weights": lambda: layer.dispatch(x, idx),
+        "kept": lambda: layer.dispatch_ahead(x, idx, weights, None, later=False, keep_rows=True),
+        "scaled": lambda: layer.dispatch_scaled(one_byte, scale, idx, weights),
+        "by_map": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, excess), None),
+        "by_map_alone": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, None, None), None),
+    }
+    if not case.static:
+        calls |= {
+            "compact": lambda: layer.dispatch_compact(x, idx, weights),
+            "compact_int64": lambda: layer.dispatch_compact(x, idx.long()),
+            "compact_scaled": lambda: layer.dispatch_compact(one_byte, idx, weights, scale=scale),
+            "compact_worst": lambda: layer.dispatch_compact(x, idx, weights, num_rows=24),
+        }
+    return calls
+
+
+def _launches_of(call: Callable[[], object], held: list[object]) -> Launches:
+    """What a call launches. held: gets its results, so that no later call has its memory."""
+    found: Launches = []
+    interpret = launch._interpret
+
+    def noting(kernel_spec: Any, grid: int, args: list[Any], constexprs: dict[str, Any]) -> None:
+        found.append((kernel_spec.name, grid, {**dict(zip(kernel_spec.arguments, args, strict=True)), **constexprs}))
+        interpret(kernel_spec, grid, args, constexprs)
+
+    with mock.patch.object(launch, "_interpret", noting):
+        held.append(call())
+    held.append(found)
+    return found
+
+
+def _assert_alike(what: str, first: Launches, second: Launches, repeated: Launches) -> None:
+    """`repeated` has the kernels, grids, numbers and dtypes of two ordinary calls, passes their memory where both have
+    the same, and elsewhere the same new memory in the same places."""
+    assert [of[:2] for of in first] == [of[:2] for of in repeated], what
+    new: dict[int, int] = {}
+    for (name, _, one), (_, _, two), (_, _, again) in zip(first, second, repeated, strict=True):
+        assert one.keys() == again.keys(), what
+        for argument, value in one.items():
+            where = f"{what}: {argument} of {name}"
+            if not isinstance(value, torch.Tensor):
+                assert argument in CHANGING or value == again[argument], where
+                continue
+            assert value.dtype == again[argument].dtype, where
+            address = again[argument].data_ptr()
+            if value.data_ptr() == two[argument].data_ptr():
+                assert address == value.data_ptr(), where
+            else:
+                assert new.setdefault(value.data_ptr(), address) == address, where
+    assert len(set(new.values())) == len(new), what
+
+
+def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        ctx = layer.context
+        for name, call in _calls(layer, case, rank).items():
+            ctx.repeats, held = None, []
+            call()  # compact rows and routing maps may need more room than calls before
+            first, second = (_launches_of(call, held) for _ in range(2))
+            ctx.repeats = {}
+            call(), call()
+            (known,) = ctx.repeats.values()
+            assert isinstance(known, Repeat), name
+            with mock.patch.object(Repeat, "begin", autospec=True, side_effect=Repeat.begin) as began:
+                repeated = _launches_of(call, held)
+            assert began.call_count == 1, name
+            _assert_alike(name, first, second, repeated)
+
+
+@PLAIN
+@pytest.mark.parametrize("case", [EVEN, replace(EVEN, static=True, local_combine=True)], ids=["exact", "static"])
+def test_repeated_launches_are_those_of_the_steps(run_ranks, backend, case):
+    """Kernels, grids, numbers, and which memory is whose, for every kind of dispatch."""
+    if backend != "host":
+        pytest.skip("compares the arguments of interpreted launches")
+    run_ranks(_check_launches, 1, 2, case)
+
+
+def _check_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
+    grows = replace(EVEN, tokens=(24,), topk=1, routing="one_expert", drop=0.0)
+    spread = replace(grows, routing="uniform")
+    with make_layer(grows, rank, nodes, ranks_per_node) as layer:
+        for call in range(3):
+            combine_and_check(layer, dispatch_and_check(layer, spread, call))
+        before = layer.context.sizes
+        assert _kinds(layer) == ["Repeat"]
+        # One of four ranks gets all rows, for which there was no room, by a repeated dispatch.
+        combine_and_check(layer, dispatch_and_check(layer, grows, 3))
+        assert layer.context.sizes is not before
+        for call in range(4, 7):
+            combine_and_check(layer, dispatch_and_check(layer, (spread, grows)[call % 2], call))
+        (known,) = layer.context.repeats.values()
+        assert known.sizes is layer.context.sizes
+
+
+@PLAIN
+def test_a_repeated_dispatch_makes_buffers_grow(run_ranks):
+    """Its rows are sent again by the ordinary steps; later calls are noted and repeated anew."""
+    run_ranks(_check_growth, 1, 4)
+
+
+def _check_refusal(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(EVEN, rank, nodes, ranks_per_node) as layer:
+        for call in range(3):
+            dispatch_and_check(layer, EVEN, call)
+        work = workloads(EVEN, layer.config.world_size, 0)[rank]
+        x, idx = work.x.to(current_heap().device), work.topk_idx.to(current_heap().device)
+        with pytest.raises(InputError if rank == 0 else PeerFailed):
+            layer.dispatch(x, idx.float() if rank == 0 else idx, work.topk_weights.to(x.device))
+        outside = idx.clone()
+        outside[0, 0] = layer.config.num_experts + 5 if rank == 1 else idx[0, 0]
+        with pytest.raises(InputError, match="rank 1"):
+            layer.dispatch(x, outside, work.topk_weights.to(x.device))
+        combine_and_check(layer, dispatch_and_check(layer, EVEN, 3))
+        assert "Repeat" in _kinds(layer)
+
+
+@PLAIN
+def test_refused_calls_between_repeated_ones(run_ranks):
+    """A refused call, ids out of range in a repeated one, and a repeated call after both."""
+    run_ranks(_check_refusal, 1, 2)
+
+
+def _check_exceptions(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device = current_heap().device
+    with make_layer(replace(EVEN, tokens=(8,)), rank, nodes, ranks_per_node) as layer:
+        work = workloads(replace(EVEN, tokens=(8,)), layer.config.world_size, 0)[rank]
+        x, idx = work.x.to(device), work.topk_idx.to(device)
+        for tokens in (1, 0):
+            for _ in range(3):
+                layer.dispatch(x[:tokens], idx[:tokens])
+        assert layer.context.repeats == {}, "one row may have any strides, none has memory"
+        flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view_as(x).copy_(x)
+        for _ in range(3):
+            layer.dispatch(flat, idx)
+        assert layer.context.repeats == {}, "kernels for other addresses"
+        for tokens in range(2, 9):
+            layer.dispatch(x[:tokens], idx[:tokens])
+        assert len(layer.context.repeats) == 7 and "Repeat" not in _kinds(layer)
+        for _ in range(2):
+            *_, hook = layer.dispatch(x, idx, return_recv_hook=True)
+            hook()
+        assert len(layer.context.repeats) == 7 and "Repeat" not in _kinds(layer)
+
+
+@PLAIN
+def test_which_dispatches_are_not_repeated(run_ranks):
+    """Those without a second call of their kind, of one token or none, of addresses between multiples of 16, with a
+    hook."""
+    run_ranks(_check_exceptions, 1, 2)
+
+
+def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = replace(EVEN, tokens=(80,), hidden=32, topk=1)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work = workloads(case, layer.config.world_size, 0)[rank]
+        for tokens in range(2, 80):
+            layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
+            assert len(layer.context.repeats) <= 32
+        results = [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
+        assert "Repeat" in _kinds(layer) and torch.equal(results[0], results[2])
+
+
+@PLAIN
+def test_a_layer_remembers_a_bounded_number_of_kinds(run_ranks, backend):
+    """Calls with ever other numbers of tokens keep nothing; kinds that come again are repeated."""
+    if backend != "host":
+        pytest.skip("the bound is the host's; ranks on the CPU show it")
+    run_ranks(_check_bound, 1, 2)
+
+
+def _check_mx_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = replace(EVEN, payload="mxfp8")
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work = workloads(case, layer.config.world_size, 0)[rank]
+        device = current_heap().device
+        x, idx = work.x.to(device), work.topk_idx.to(device)
+        for rows in (x, MXTensor.to_mx(x)) * 3:
+            recv_x, _, desc = layer.dispatch(rows, idx)
+            used = int(desc.expert_offsets[-1])
+            row, _, _ = layer.dispatch(rows, idx, landing="row")
+            wide, _, _ = layer.dispatch(rows, idx, landing="bf16")
+            assert torch.equal(recv_x.dequantize()[:used], wide[:used])
+            assert torch.allclose(row.dequantize()[:used].float(), wide[:used].float(), rtol=0.2, atol=0.1)
+        assert _kinds(layer) == ["Repeat"] * 6
+
+
+@PLAIN
+def test_rows_of_both_kinds_and_all_landings(run_ranks):
+    """A layer that quantises repeats six kinds of calls in turn."""
+    run_ranks(_check_mx_rows, 1, 2)
