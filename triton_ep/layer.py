@@ -29,7 +29,7 @@ from triton_ep.exchange import checks, landings, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
 from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched, ending_of
-from triton_ep.exchange.landings import EXPERT_MAJOR, WITH_COPIES, Ahead, CompactRows, Deduplicated, ExpertMajor
+from triton_ep.exchange.landings import EXPERT_MAJOR, WITH_COPIES, Ahead, CompactRows, ExpertMajor
 from triton_ep.exchange.ranges import call_range
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
@@ -620,7 +620,7 @@ class EPAll2AllLayer:
 
         def send() -> Launched[tuple[torch.Tensor, torch.Tensor | None]]:
             request = self._requests.dispatch_compact_again(ending, given, layout_desc)
-            sent = steps.dispatch(self.context, request, Deduplicated())
+            sent = steps.dispatch(self.context, request, landings.ROWS_ALONE)
             return Rows(sent.received.x, sent.received.scale).like(given), sent.receive
 
         (x, scales), event = self._finish("dispatch", send, (input, layout_desc, scale), ending)
@@ -716,7 +716,7 @@ class EPAll2AllLayer:
             checks.check_out(self.config, ctx.device, out, desc)
         if biases:
             checks.check_biases(self.config, ctx.device, biases, desc)
-        if ending != PLAIN:
+        if ending is not PLAIN:
             checks.check_overlap(self.config, *ending)
         ctx.calls.check_combine(desc.dispatch_number)
 

@@ -63,16 +63,22 @@ def _calls(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[
     routed = torch.zeros(len(x), layer.config.num_experts, dtype=torch.bool, device=device)
     routed.scatter_(1, idx.long().clamp(0, layer.config.num_experts - 1), True)
     probs, excess = routed.float(), torch.zeros(1, dtype=torch.int32, device=device)
+    desc = layer.dispatch(x, idx, weights)[2]
     calls: dict[str, Callable[[], object]] = {
         "dispatch": lambda: layer.dispatch(x, idx, weights),
         "no_weights": lambda: layer.dispatch(x, idx),
         "kept": lambda: layer.dispatch_ahead(x, idx, weights, None, later=False, keep_rows=True),
+        "again": lambda: layer.dispatch_again(x, desc),
+        "again_with_weights": lambda: layer.dispatch_again(x, desc, weights),
+        "scaled_again": lambda: layer.dispatch_scaled(one_byte, scale, None, layout_desc=desc),
         "scaled": lambda: layer.dispatch_scaled(one_byte, scale, idx, weights),
         "by_map": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, excess), None),
         "by_map_alone": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, None, None), None),
     }
     if not case.static:
+        compact = layer.dispatch_compact(x, idx, weights).layout_desc
         calls |= {
+            "compact_again": lambda: layer.dispatch_compact_again(x, compact),
             "compact": lambda: layer.dispatch_compact(x, idx, weights),
             "compact_int64": lambda: layer.dispatch_compact(x, idx.long()),
             "compact_scaled": lambda: layer.dispatch_compact(one_byte, idx, weights, scale=scale),

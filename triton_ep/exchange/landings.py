@@ -248,6 +248,8 @@ SentExpertMajor: TypeAlias = Sent[dispatch_ops.Received]
 SentCompact: TypeAlias = Sent[compact_ops.Compact]
 COMPACT = {dtype: Deduplicated(dtype) for dtype in (torch.int32, torch.int64)}
 """Compact landings by the dtype of expert ids."""
+ROWS_ALONE = Deduplicated()
+"""The compact landing of callers that have ids and weights already."""
 
 
 class Ahead(NamedTuple):

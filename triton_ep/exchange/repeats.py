@@ -6,8 +6,8 @@ notes its launches while the ordinary steps make them (triton_ep/exchange/steps.
 same launches with the tensors of the call, unless something else has changed, which `find` looks at: the sizes of
 buffers, kernels compiled since, addresses that are no multiples of 16, hooks of a profiler.
 
-Only plain dispatches within a node are repeated: with expert ids or a routing map; without scatter indices, a hook, the
-routing of an earlier dispatch, or copy engines.
+Only dispatches within a node are repeated: by expert ids, a routing map, or the routing of an earlier dispatch, without
+scatter indices, hooks and copy engines.
 """
 
 from __future__ import annotations
@@ -182,18 +182,18 @@ def find(
     """How a dispatch is launched: by repeating noted launches, by the ordinary steps while they are noted, or, None, by
     these alone."""
     (data, scale), ids, weights = request.rows, request.ids, request.weights
-    repeats = ctx.repeats
-    if repeats is None or request.refused or not request.scatter is request.routed is None or data.shape[0] < 2:
+    repeats, routed = ctx.repeats, request.routed
+    if repeats is None or request.refused or request.scatter is not None or data.shape[0] < 2:
         return None
     parts = (ids,) if isinstance(ids, torch.Tensor) else ids
     given = ids.dtype if isinstance(ids, torch.Tensor) else (ids.probs is None, ids.excess is None)
     address = data.data_ptr()
-    for part in (scale, weights, *parts):
+    for part in (scale, weights, *parts, None if routed is None else routed.placement):
         if part is not None:
             address |= part.data_ptr()
     if address % ALIGNED:
         return None
-    kind = (data.shape[0], scale is None, given, weights is None, landing, reads, ctx.backward)
+    kind = (data.shape[0], scale is None, given, weights is None, routed is None, landing, reads, ctx.backward)
     known = repeats.get(kind)
     if isinstance(known, Repeat) and known.sizes is ctx.sizes and known.num_compiled == Launcher.num_compiled:
         return None if known.first.is_hooked else known
@@ -201,7 +201,9 @@ def find(
         if len(repeats) >= _MOST:
             repeats.clear()
         repeats[kind] = _FIRST
-    return None if known is None or known is _NEVER else Noting(ctx, repeats, fmt, kind, request)
+    if known is None or known is _NEVER or ctx.is_capturing:  # memory of a graph belongs to its replays
+        return None
+    return Noting(ctx, repeats, fmt, kind, request)
 
 
 def _received(received: Expanded | Compact) -> list[torch.Tensor]:
@@ -225,6 +227,8 @@ def _sent(request: Request, rows: Rows, entries: torch.Tensor, placement: torch.
         found += [part for part in ids if part is not None]
     if weights is not None:
         found.append(weights)
+    if request.routed is not None:
+        found.append(request.routed.placement)
     return found
 
 
