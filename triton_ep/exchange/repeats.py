@@ -64,6 +64,8 @@ class Repeat:
         noted: what other calls have in common with the noted one; `Counted.rows` is not.
         beside: how rows are received meanwhile.
         count, send, land: launch the first kernel, those that send, and the one that lays rows out.
+        ahead: entries and placement of the next call, and the stream for which they were allocated.
+        stream: the stream for which this call may allocate them.
     """
 
     sizes: Sizes
@@ -77,15 +79,19 @@ class Repeat:
     count: Callable[..., None]
     send: Callable[..., None]
     land: Callable[..., None]
+    ahead: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    stream: int | None = None
 
     def begin(
         self, ctx: DispatchCombineContext, request: Request, reads: bool
     ) -> tuple[Rows, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Launch the first kernel. Returns the rows in wire form, the entries and the placement, and the tensors that
         the other launches take."""
-        # Shapes as single numbers: torch takes half the time to read them.
-        entries = torch.empty(*self.entries, dtype=torch.int32, device=ctx.device)
-        placement = torch.empty(*self.placement, dtype=torch.int32, device=ctx.device)
+        self.stream = _stream_of(ctx)
+        ahead, self.ahead = self.ahead, None
+        if ahead is None or ahead[2] != self.stream:
+            ahead = self._tables(ctx)
+        entries, placement, _ = ahead
         rows = request.rows
         if self.packed is not None:
             rows = Rows(torch.empty(*self.packed, dtype=torch.uint8, device=ctx.device))
@@ -93,9 +99,18 @@ class Repeat:
         self.count(*tensors, ctx.host_read.begin() if reads else 0)
         return rows, entries, placement, tensors
 
-    def finish(self, tensors: Sequence[torch.Tensor], received: Expanded | Compact, num_rows: int) -> None:
+    def _tables(self, ctx: DispatchCombineContext) -> tuple[torch.Tensor, torch.Tensor, int]:
+        # Shapes as single numbers: torch takes half the time to read them.
+        entries = torch.empty(*self.entries, dtype=torch.int32, device=ctx.device)
+        return entries, torch.empty(*self.placement, dtype=torch.int32, device=ctx.device), self.stream or 0
+
+    def finish(
+        self, ctx: DispatchCombineContext, tensors: Sequence[torch.Tensor], received: Expanded | Compact, num_rows: int
+    ) -> None:
         """Lay rows out, of which there is room for `num_rows`. tensors: from `begin`."""
         self.land(*tensors, *_received(received), num_rows)
+        if self.stream is not None:  # while the GPU works, and in exact mode the host waits for it
+            self.ahead = self._tables(ctx)
 
     def counted(self, request: Request, rows: Rows, entries: torch.Tensor, placement: torch.Tensor) -> Counted:
         """The same for steps that are not repeated."""
@@ -204,6 +219,19 @@ def find(
     if known is None or known is _NEVER or ctx.is_capturing:  # memory of a graph belongs to its replays
         return None
     return Noting(ctx, repeats, fmt, kind, request)
+
+
+def _stream_of(ctx: DispatchCombineContext) -> int | None:
+    """The current stream, if a later call on it may have memory that is allocated now; else None: memory of a graph
+    belongs to its replays, that of inference mode to inference."""
+    if torch.is_inference_mode_enabled():
+        return None
+    if ctx.device.type != "cuda":
+        return 0
+    # Private, because their public counterparts take microseconds (triton_ep/runtime/launch.py).
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(ctx.device.index))
 
 
 def _received(received: Expanded | Compact) -> list[torch.Tensor]:

@@ -222,7 +222,7 @@ class Flight(Generic[Received]):
         """Launch the receiving half, with room for `num_rows` rows."""
         known = self.known
         if isinstance(known, repeats.Repeat) and beside is known.beside:
-            known.finish(self.tensors, received, num_rows)
+            known.finish(self.ctx, self.tensors, received, num_rows)
             return
         counted = self.pieces()
         self.landing.receive(self.ctx, self.fmt, received, self.placement, counted.own, beside)
