@@ -23,7 +23,7 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
 from triton_ep.exchange import checks
 from triton_ep.exchange.landings import Deduplicated, ExpertMajor
-from triton_ep.exchange.repeats import Repeat
+from triton_ep.exchange.repeated_dispatch import RepeatedDispatch
 from triton_ep.kernels.device import codes
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.runtime import launch
@@ -56,12 +56,12 @@ def _order(received: bool = False) -> Iterator[list[str]]:
 
     with (
         noting(dispatch_ops, "push", "push"),
-        noting(Repeat, "begin", "push"),  # the kernels that send follow at once
+        noting(RepeatedDispatch, "begin", "push"),  # the kernels that send follow at once
         noting(DispatchCombineContext, "read_back", "read"),
         noting(SymmetricBuffers, "grow", "grow"),
         noting(ExpertMajor, "receive", "receive") if received else nullcontext(),
         noting(Deduplicated, "receive", "receive") if received else nullcontext(),
-        noting(Repeat, "finish", "receive") if received else nullcontext(),
+        noting(RepeatedDispatch, "finish", "receive") if received else nullcontext(),
     ):
         yield happened
 

@@ -1,4 +1,4 @@
-"""Dispatches that repeat noted launches: they launch what ordinary steps would, and give what the reference gives."""
+"""Calls that repeat noted launches: they launch what the ordinary steps would, and give what the reference gives."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,8 @@ from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_
 from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.distributed import current_heap
-from triton_ep.exchange.repeats import Repeat
+from triton_ep.exchange.repeated_combine import RepeatedCombine
+from triton_ep.exchange.repeated_dispatch import RepeatedDispatch
 from triton_ep.runtime import launch
 
 PLAIN = pytest.mark.plain
@@ -33,16 +34,22 @@ Launches = list[tuple[str, int, dict[str, Any]]]
 """Name, grid and arguments of each."""
 
 
-def _kinds(layer: EPAll2AllLayer) -> list[str]:
+def _known(layer: EPAll2AllLayer, combines: bool = False) -> list[object]:
+    """What the layer knows of each kind of dispatch, or of combine."""
     assert layer.context.repeats is not None
-    return [type(known).__name__ for known in layer.context.repeats.values()]
+    return [known for kind, known in layer.context.repeats.items() if (kind[0] == "combine") == combines]
+
+
+def _kinds(layer: EPAll2AllLayer, combines: bool = False) -> list[str]:
+    return [type(known).__name__ for known in _known(layer, combines)]
 
 
 def _check_results(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         for call in range(5):
             combine_and_check(layer, dispatch_and_check(layer, case, call))
-            assert _kinds(layer) == ["Repeat" if call else "object"]
+            assert _kinds(layer) == ["RepeatedDispatch" if call else "object"]
+            assert _kinds(layer, combines=True) == ["RepeatedCombine" if call else "object"]
         layer.check()
 
 
@@ -87,6 +94,32 @@ def _calls(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[
     return calls
 
 
+def _combines(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[], object]]:
+    """Combines of all kinds that a layer repeats."""
+    device = current_heap().device
+    work = workloads(case, layer.config.world_size, 0)[rank]
+    x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
+    y, recv_weights, desc = layer.dispatch(x, idx, weights)
+    out, second = torch.empty_like(x), x.clone()
+
+    def backward() -> torch.Tensor:
+        with layer.context.backward_pass():
+            return layer.combine(y, desc)
+
+    calls: dict[str, Callable[[], object]] = {
+        "combine": lambda: layer.combine(y, desc),
+        "weights": lambda: layer.combine(y, desc, recv_weights),
+        "bias": lambda: layer.combine(y, desc, bias=x),
+        "biases": lambda: layer.combine(y, desc, recv_weights, bias=(x, second)),
+        "out": lambda: layer.combine(y, desc, out=out),
+        "backward": backward,
+    }
+    if not case.static:
+        rows = layer.dispatch_compact(x, idx, weights)
+        calls["compact"] = lambda: layer.combine(rows.x, rows.layout_desc)
+    return calls
+
+
 def _launches_of(call: Callable[[], object], held: list[object]) -> Launches:
     """What a call launches. held: gets its results, so that no later call has its memory."""
     found: Launches = []
@@ -126,24 +159,27 @@ def _assert_alike(what: str, first: Launches, second: Launches, repeated: Launch
 def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         ctx = layer.context
-        for name, call in _calls(layer, case, rank).items():
+        dispatches = [(RepeatedDispatch, "begin", *each) for each in _calls(layer, case, rank).items()]
+        combines = [(RepeatedCombine, "run", *each) for each in _combines(layer, case, rank).items()]
+        for repeated_by, method, name, call in dispatches + combines:
             ctx.repeats, held = None, []
             call()  # compact rows and routing maps may need more room than calls before
             first, second = (_launches_of(call, held) for _ in range(2))
             ctx.repeats = {}
             call(), call()
             (known,) = ctx.repeats.values()
-            assert isinstance(known, Repeat), name
-            with mock.patch.object(Repeat, "begin", autospec=True, side_effect=Repeat.begin) as began:
+            assert isinstance(known, repeated_by), name
+            plain = getattr(repeated_by, method)
+            with mock.patch.object(repeated_by, method, autospec=True, side_effect=plain) as ran:
                 repeated = _launches_of(call, held)
-            assert began.call_count == 1, name
+            assert ran.call_count == 1, name
             _assert_alike(name, first, second, repeated)
 
 
 @PLAIN
 @pytest.mark.parametrize("case", [EVEN, replace(EVEN, static=True, local_combine=True)], ids=["exact", "static"])
 def test_repeated_launches_are_those_of_the_steps(run_ranks, backend, case):
-    """Kernels, grids, numbers, and which memory is whose, for every kind of dispatch."""
+    """Kernels, grids, numbers, and which memory is whose, for every kind of dispatch and combine."""
     if backend != "host":
         pytest.skip("compares the arguments of interpreted launches")
     run_ranks(_check_launches, 1, 2, case)
@@ -156,14 +192,14 @@ def _check_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
         for call in range(3):
             combine_and_check(layer, dispatch_and_check(layer, spread, call))
         before = layer.context.sizes
-        assert _kinds(layer) == ["Repeat"]
+        assert _kinds(layer) == ["RepeatedDispatch"]
         # One of four ranks gets all rows, for which there was no room, by a repeated dispatch.
         combine_and_check(layer, dispatch_and_check(layer, grows, 3))
         assert layer.context.sizes is not before
         for call in range(4, 7):
             combine_and_check(layer, dispatch_and_check(layer, (spread, grows)[call % 2], call))
-        (known,) = layer.context.repeats.values()
-        assert known.sizes is layer.context.sizes
+        (known,) = _known(layer)
+        assert known.facts.sizes is layer.context.sizes
 
 
 @PLAIN
@@ -185,7 +221,7 @@ def _check_refusal(rank: int, nodes: int, ranks_per_node: int) -> None:
         with pytest.raises(InputError, match="rank 1"):
             layer.dispatch(x, outside, work.topk_weights.to(x.device))
         combine_and_check(layer, dispatch_and_check(layer, EVEN, 3))
-        assert "Repeat" in _kinds(layer)
+        assert "RepeatedDispatch" in _kinds(layer)
 
 
 @PLAIN
@@ -209,11 +245,11 @@ def _check_exceptions(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert layer.context.repeats == {}, "kernels for other addresses"
         for tokens in range(2, 9):
             layer.dispatch(x[:tokens], idx[:tokens])
-        assert len(layer.context.repeats) == 7 and "Repeat" not in _kinds(layer)
+        assert len(layer.context.repeats) == 7 and "RepeatedDispatch" not in _kinds(layer)
         for _ in range(2):
             *_, hook = layer.dispatch(x, idx, return_recv_hook=True)
             hook()
-        assert len(layer.context.repeats) == 7 and "Repeat" not in _kinds(layer)
+        assert len(layer.context.repeats) == 7 and "RepeatedDispatch" not in _kinds(layer)
 
 
 @PLAIN
@@ -221,6 +257,29 @@ def test_which_dispatches_are_not_repeated(run_ranks):
     """Those without a second call of their kind, of one token or none, of addresses between multiples of 16, with a
     hook."""
     run_ranks(_check_exceptions, 1, 2)
+
+
+def _check_loans(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(EVEN, rank, nodes, ranks_per_node) as layer:
+        done = dispatch_and_check(layer, EVEN, 0)
+        rows = done.recv_x.clone()
+        sums = [layer.combine(rows, done.desc) for _ in range(3)]
+        assert _kinds(layer, combines=True) == ["RepeatedCombine"]
+        for _ in range(2):  # neither from the buffer, nor by a copy that moves lent rows first
+            lent = layer.combine_buffer(done.desc.num_recv_rows)
+            lent.copy_(rows)
+            sums.append(layer.combine(lent, done.desc))
+            layer.combine_buffer(done.desc.num_recv_rows)
+            with mock.patch.object(RepeatedCombine, "run", side_effect=AssertionError("repeated")):
+                sums.append(layer.combine(rows, done.desc))
+        sums.append(layer.combine(rows, done.desc))
+        assert all(torch.equal(each, sums[0]) for each in sums)
+
+
+@PLAIN
+def test_combines_of_lent_memory_between_repeated_ones(run_ranks):
+    """The buffer that the layer lends is no tensor of the caller."""
+    run_ranks(_check_loans, 1, 2)
 
 
 def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -231,7 +290,7 @@ def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:
             layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
             assert len(layer.context.repeats) <= 32
         results = [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
-        assert "Repeat" in _kinds(layer) and torch.equal(results[0], results[2])
+        assert "RepeatedDispatch" in _kinds(layer) and torch.equal(results[0], results[2])
 
 
 @PLAIN
@@ -255,7 +314,7 @@ def _check_mx_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
             wide, _, _ = layer.dispatch(rows, idx, landing="bf16")
             assert torch.equal(recv_x.dequantize()[:used], wide[:used])
             assert torch.allclose(row.dequantize()[:used].float(), wide[:used].float(), rtol=0.2, atol=0.1)
-        assert _kinds(layer) == ["Repeat"] * 6
+        assert _kinds(layer) == ["RepeatedDispatch"] * 6
 
 
 @PLAIN

@@ -100,6 +100,15 @@ def test_grids_of_no_program_launch_nothing(compiled: bool) -> None:
     assert launcher.passed == []
 
 
+def test_kernels_without_arguments(compiled: bool) -> None:
+    """Those of a layer may take only what is the same in all of its launches."""
+    launcher, tensor = _Launcher(names=()), torch.zeros(8)
+    again = repeats.repeat([_launch(launcher)], {"x": tensor}, {})
+    assert again is not None
+    again(tensor)
+    assert launcher.passed == [_told(compiled, 3)]
+
+
 @pytest.mark.parametrize("why", ["stream", "inside", "empty", "twice", "unaligned", "specialised", "boxes"])
 def test_launches_that_may_differ_are_not_repeated(compiled: bool, why: str) -> None:
     """Side streams, parts of changing tensors, tensors that cannot be told apart, kernels for other arguments."""

@@ -1,150 +1,75 @@
-"""Dispatches that repeat the launches of an earlier one: working out a launch takes longer than the launch.
+"""Calls that repeat the launches of an earlier one: working out a launch takes longer than the launch.
 
-The kernels of a dispatch, their grids and most of their arguments follow from the layer and from the kind of the call:
-how many tokens, which arguments of which dtypes, and how rows land. When a kind comes for the second time, `Noting`
-notes its launches while the ordinary steps make them (triton_ep/exchange/steps.py). From then on a `Repeat` makes the
-same launches with the tensors of the call, unless something else has changed, which `find` looks at: the sizes of
-buffers, kernels compiled since, addresses that are no multiples of 16, hooks of a profiler.
+The kernels of a call, their grids and most of their arguments follow from the layer and from the kind of the call:
+which arguments it has, of which dtypes; for a dispatch also how many tokens, and how rows land. When a kind comes for
+the second time, a `Noting` notes its launches while the ordinary steps make them (triton_ep/exchange/steps.py). From
+then on a `Repeat` makes the same launches with the tensors of the call, unless something else has changed, which
+`look_up` finds: the sizes of buffers, kernels compiled since, hooks of a profiler. Addresses that are no multiples of
+16 are for the ordinary steps.
 
-Only dispatches within a node are repeated: by expert ids, a routing map, or the routing of an earlier dispatch, without
-scatter indices, hooks and copy engines.
+Only calls within a node are repeated, without scatter indices, hooks and copy engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
+from typing import TypeVar
 
 from triton_ep.context.context import DispatchCombineContext
-from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.layout import Sizes
 from triton_ep.context.rows import RowFormat
-from triton_ep.exchange.landings import Landing
-from triton_ep.exchange.request import Request
-from triton_ep.ops.compact import Compact
-from triton_ep.ops.dispatch import Beside
-from triton_ep.ops.dispatch import Received as Expanded
-from triton_ep.ops.routing import OwnRows, Routing
-from triton_ep.runtime.launch import INTERPRETING, Launch, Launcher
-from triton_ep.runtime.repeat import ALIGNED, repeat
+from triton_ep.runtime.launch import Launch, Launcher
+
+Kind = tuple[object, ...]
+Made = TypeVar("Made", bound="Noting")
 
 _MOST = 32
 """Kinds that a layer remembers. Where every call has another number of tokens, none comes again."""
-_READ, _ROWS = {"read_number": "read"}, {"num_rows": "rows", "row_limit": "rows"}
 _FIRST, _NEVER = object(), object()
 """Of a kind that has come once, and of one that cannot be repeated."""
 
 
-class Counted(NamedTuple):
-    """What the steps of a dispatch read whose first kernel, which counts its entries, has been launched.
-
-    Attributes:
-        rows: in wire form.
-        routing, placement: of `steps.preprocess`.
-        own: rows that stay here.
-    """
-
-    rows: Rows
-    routing: Routing
-    placement: torch.Tensor
-    own: OwnRows
-
-
 @dataclass(slots=True)
-class Repeat:
-    """The launches of one kind of dispatch.
+class Facts:
+    """What the launches of a noted call depend on, beyond its kind.
 
     Attributes:
-        sizes, num_compiled: of the buffers, and how many kernels had been compiled, when they were noted.
+        sizes: of the buffers.
+        num_compiled: kernels compiled before.
         first: one of the launchers; all have the same hooks.
-        entries, placement: shapes of these tables. packed: of rows that the first kernel quantises, or None.
-        noted: what other calls have in common with the noted one; `Counted.rows` is not.
-        beside: how rows are received meanwhile.
-        count, send, land: launch the first kernel, those that send, and the one that lays rows out.
-        ahead: entries and placement of the next call, and the stream for which they were allocated.
-        stream: the stream for which this call may allocate them.
     """
 
     sizes: Sizes
     num_compiled: int
     first: Launcher
-    entries: tuple[int, ...]
-    placement: tuple[int, ...]
-    packed: tuple[int, ...] | None
-    noted: Counted
-    beside: Beside | None
-    count: Callable[..., None]
-    send: Callable[..., None]
-    land: Callable[..., None]
-    ahead: tuple[torch.Tensor, torch.Tensor, int] | None = None
-    stream: int | None = None
 
-    def begin(
-        self, ctx: DispatchCombineContext, request: Request, reads: bool
-    ) -> tuple[Rows, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Launch the first kernel. Returns the rows in wire form, the entries and the placement, and the tensors that
-        the other launches take."""
-        self.stream = _stream_of(ctx)
-        ahead, self.ahead = self.ahead, None
-        if ahead is None or ahead[2] != self.stream:
-            ahead = self._tables(ctx)
-        entries, placement, _ = ahead
-        rows = request.rows
-        if self.packed is not None:
-            rows = Rows(torch.empty(*self.packed, dtype=torch.uint8, device=ctx.device))
-        tensors = _sent(request, rows, entries, placement)
-        self.count(*tensors, ctx.host_read.begin() if reads else 0)
-        return rows, entries, placement, tensors
 
-    def _tables(self, ctx: DispatchCombineContext) -> tuple[torch.Tensor, torch.Tensor, int]:
-        # Shapes as single numbers: torch takes half the time to read them.
-        entries = torch.empty(*self.entries, dtype=torch.int32, device=ctx.device)
-        return entries, torch.empty(*self.placement, dtype=torch.int32, device=ctx.device), self.stream or 0
+@dataclass(slots=True)
+class Repeat:
+    """The launches of calls of one kind."""
 
-    def finish(
-        self, ctx: DispatchCombineContext, tensors: Sequence[torch.Tensor], received: Expanded | Compact, num_rows: int
-    ) -> None:
-        """Lay rows out, of which there is room for `num_rows`. tensors: from `begin`."""
-        self.land(*tensors, *_received(received), num_rows)
-        if self.stream is not None:  # while the GPU works, and in exact mode the host waits for it
-            self.ahead = self._tables(ctx)
-
-    def counted(self, request: Request, rows: Rows, entries: torch.Tensor, placement: torch.Tensor) -> Counted:
-        """The same for steps that are not repeated."""
-        _, routing, _, own = self.noted
-        if isinstance(request.ids, RoutingMap):  # its ids and weights are in memory of the layer
-            routing = routing._replace(given=request.ids, entries=entries)
-        else:
-            routing = routing._replace(ids=request.ids, weights=request.weights, entries=entries)
-        if own.in_place:
-            own = own._replace(x=rows.data.view(torch.uint8) if INTERPRETING else rows.data)
-        return Counted(rows, routing, placement, own)
+    facts: Facts
 
 
 class Noting:
-    """Notes the launches of a dispatch; a context manager around it, which keeps them as a `Repeat`."""
+    """Notes the launches of a call; a context manager around it, which keeps what `keep` was given.
 
-    def __init__(
-        self,
-        ctx: DispatchCombineContext,
-        repeats: dict[tuple[object, ...], object],
-        fmt: RowFormat,
-        kind: tuple[object, ...],
-        request: Request,
-    ) -> None:
-        self._ctx, self._repeats, self._kind, self._request = ctx, repeats, kind, request
+    Attributes:
+        parts: launches up to each `end_part`.
+    """
+
+    def __init__(self, ctx: DispatchCombineContext, fmt: RowFormat, kind: Kind) -> None:
+        self._ctx, self._fmt, self._kind = ctx, fmt, kind
         self._launchers = [*ctx.rows.own.launchers.values(), *fmt.launchers.values()]
-        self._fmt, self._sizes, self._num_compiled = fmt, ctx.sizes, Launcher.num_compiled
-        self._num_launchers = self._count()
+        self._before = self._state()
         self._launches: list[Launch] = []
-        self._parts: list[list[Launch]] = []  # of `Repeat.count` and `Repeat.send`
-        self._result: Repeat | object = _FIRST
+        self.parts: list[list[Launch]] = []
+        self._result: object = _FIRST
 
-    def _count(self) -> int:
-        return len(self._ctx.rows.own.launchers) + len(self._fmt.launchers)
+    def _state(self) -> tuple[Sizes, int, int]:
+        kernels = len(self._ctx.rows.own.launchers) + len(self._fmt.launchers)
+        return self._ctx.sizes, Launcher.num_compiled, kernels
 
     def __enter__(self) -> None:
         for launcher in self._launchers:
@@ -153,117 +78,43 @@ class Noting:
     def __exit__(self, *raised: object) -> None:
         for launcher in self._launchers:
             launcher.noted = None
-        self._repeats[self._kind] = self._result
+        if self._ctx.repeats is not None:
+            self._ctx.repeats[self._kind] = self._result
 
     def end_part(self) -> None:
-        """The launches of `Repeat.count`, or of `Repeat.send`, have been made."""
-        self._parts.append(list(self._launches))
+        """A part of the launches has been made."""
+        self.parts.append(list(self._launches))
         self._launches.clear()
 
-    def end(self, counted: Counted, received: Expanded | Compact, beside: Beside | None) -> None:
-        """All launches have been made."""
-        ctx, request = self._ctx, self._request
-        results = _received(received)
-        if ctx.sizes is not self._sizes or self._count() != self._num_launchers or not results[0].numel():
-            return  # the next call of this kind may do
-        if Launcher.num_compiled != self._num_compiled:
-            return
-        self._result = _NEVER
-        tensors = _sent(request, counted.rows, counted.routing.entries, counted.placement)
-        sent = {f"sent_{number}": tensor for number, tensor in enumerate(tensors)}
-        landed = {f"landed_{number}": tensor for number, tensor in enumerate(results)}
-        count, send = repeat(self._parts[0], sent, _READ), repeat(self._parts[1], sent, {})
-        land = repeat(list(self._launches), sent | landed, _ROWS)
-        if count is None or send is None or land is None:
-            return
-        self._result = Repeat(
-            ctx.sizes,
-            self._num_compiled,
-            self._launchers[0],
-            tuple(counted.routing.entries.shape),
-            tuple(counted.placement.shape),
-            None if counted.rows.data is request.rows.data else tuple(counted.rows.data.shape),
-            _without(counted, request, ctx.no_bytes),
-            beside,
-            count,
-            send,
-            land,
-        )
+    def keep(self, make: Callable[[Facts], Repeat | None]) -> None:
+        """Keep a `Repeat`, or that there is none; neither if this call has changed what others depend on."""
+        sizes, num_compiled, _ = self._before
+        if self._state() == self._before and sizes is self._ctx.sizes:
+            self._result = make(Facts(sizes, num_compiled, self._launchers[0])) or _NEVER
 
 
-def find(
-    ctx: DispatchCombineContext, fmt: RowFormat, request: Request, landing: Landing[Any], reads: bool
-) -> Repeat | Noting | None:
-    """How a dispatch is launched: by repeating noted launches, by the ordinary steps while they are noted, or, None, by
-    these alone."""
-    (data, scale), ids, weights = request.rows, request.ids, request.weights
-    repeats, routed = ctx.repeats, request.routed
-    if repeats is None or request.refused or request.scatter is not None or data.shape[0] < 2:
+def look_up(
+    ctx: DispatchCombineContext, fmt: RowFormat, kind: Kind, noting: Callable[..., Made], *given: object
+) -> Repeat | Made | None:
+    """How a call of this kind is launched: by a `Repeat`, by the steps while they are noted, or, None, by these alone.
+
+    noting: class for the second; given: its arguments after these.
+    """
+    repeats = ctx.repeats
+    if repeats is None:
         return None
-    parts = (ids,) if isinstance(ids, torch.Tensor) else ids
-    given = ids.dtype if isinstance(ids, torch.Tensor) else (ids.probs is None, ids.excess is None)
-    address = data.data_ptr()
-    for part in (scale, weights, *parts, None if routed is None else routed.placement):
-        if part is not None:
-            address |= part.data_ptr()
-    if address % ALIGNED:
-        return None
-    kind = (data.shape[0], scale is None, given, weights is None, routed is None, landing, reads, ctx.backward)
     known = repeats.get(kind)
-    if isinstance(known, Repeat) and known.sizes is ctx.sizes and known.num_compiled == Launcher.num_compiled:
-        return None if known.first.is_hooked else known
+    if isinstance(known, Repeat):
+        facts = known.facts
+        if facts.sizes is ctx.sizes and facts.num_compiled == Launcher.num_compiled:
+            return None if facts.first.is_hooked else known
     if known is None:
         if len(repeats) >= _MOST:
             repeats.clear()
         repeats[kind] = _FIRST
-    if known is None or known is _NEVER or ctx.is_capturing:  # memory of a graph belongs to its replays
+    # Memory of a graph belongs to its replays. Launches with hooks look at their arguments each time.
+    if known is None or known is _NEVER or ctx.is_capturing:
         return None
-    return Noting(ctx, repeats, fmt, kind, request)
-
-
-def _stream_of(ctx: DispatchCombineContext) -> int | None:
-    """The current stream, if a later call on it may have memory that is allocated now; else None: memory of a graph
-    belongs to its replays, that of inference mode to inference."""
-    if torch.is_inference_mode_enabled():
+    if any(launcher.is_hooked for launcher in fmt.launchers.values()):
         return None
-    if ctx.device.type != "cuda":
-        return 0
-    # Private, because their public counterparts take microseconds (triton_ep/runtime/launch.py).
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    return int(torch._C._cuda_getCurrentRawStream(ctx.device.index))
-
-
-def _received(received: Expanded | Compact) -> list[torch.Tensor]:
-    """The tensors of results, each once."""
-    parts = [*received.x, *received[1:]] if isinstance(received, Expanded) else received
-    return [part for part in parts if part is not None]
-
-
-def _sent(request: Request, rows: Rows, entries: torch.Tensor, placement: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that kernels read or write until rows are laid out, each once. rows: in wire form."""
-    data, scale = request.rows
-    ids, weights = request.ids, request.weights
-    found = [data, entries, placement]
-    if scale is not None:
-        found.append(scale)
-    elif rows.data is not data:
-        found.append(rows.data)
-    if isinstance(ids, torch.Tensor):
-        found.append(ids)
-    else:
-        found += [part for part in ids if part is not None]
-    if weights is not None:
-        found.append(weights)
-    if request.routed is not None:
-        found.append(request.routed.placement)
-    return found
-
-
-def _without(counted: Counted, request: Request, nothing: torch.Tensor) -> Counted:
-    """The same without the memory of its call."""
-    _, routing, _, own = counted
-    if isinstance(request.ids, torch.Tensor):
-        routing = routing._replace(ids=nothing, weights=None)
-    own = own._replace(x=nothing) if own.in_place else own
-    return Counted(Rows(nothing), routing._replace(given=None, entries=nothing), nothing, own)
+    return noting(ctx, fmt, kind, *given)

@@ -10,6 +10,7 @@ counts afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
@@ -22,7 +23,8 @@ from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
 from triton_ep.context.rows import RowFormat
-from triton_ep.exchange import checks, repeats
+from triton_ep.exchange import checks, repeated_combine
+from triton_ep.exchange import repeated_dispatch as repeated
 from triton_ep.exchange.landings import Landing
 from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
 from triton_ep.kernels.device.codes import (
@@ -43,6 +45,7 @@ from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.runtime.launch import INTERPRETING
 
+_NOT_NOTED = nullcontext()
 _AHEAD = 32
 """Rows of recent dispatches per row of additional room for the next one."""
 
@@ -69,8 +72,8 @@ def dispatch(
     elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
     fmt = ctx.rows.own if request.rows.scale is None else ctx.rows.scaled
-    known = None if split else repeats.find(ctx, fmt, request, landing, reads)
-    if isinstance(known, repeats.Noting):
+    known = None if split else repeated.find(ctx, fmt, request, landing, reads)
+    if isinstance(known, repeated.NotedDispatch):
         with known:
             return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
     return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
@@ -84,10 +87,10 @@ def _dispatch(
     later: bool,
     reads: bool,
     fmt: RowFormat,
-    known: repeats.Repeat | repeats.Noting | None,
+    known: repeated.RepeatedDispatch | repeated.NotedDispatch | None,
 ) -> Sent[Received]:
     """`dispatch`. reads: the host will read the counts. known: how kernels are launched."""
-    if isinstance(known, repeats.Repeat):
+    if isinstance(known, repeated.RepeatedDispatch):
         rows, entries, placement, tensors = known.begin(ctx, request, reads)
         counted = None
     else:
@@ -138,7 +141,7 @@ class Flight(Generic[Received]):
         entries: of its routing. placement: of `preprocess`.
         forward: tables for rows that other nodes send, or None.
         counted: what the steps read; None: a `Repeat` has not needed it yet.
-        known: how kernels are launched, of `repeats.find`. tensors: what a `Repeat` launches them with.
+        known: how kernels are launched, of `repeated.find`. tensors: what a `Repeat` launches them with.
     """
 
     ctx: DispatchCombineContext
@@ -150,8 +153,8 @@ class Flight(Generic[Received]):
     entries: torch.Tensor
     placement: torch.Tensor
     forward: torch.Tensor | None
-    counted: repeats.Counted | None
-    known: repeats.Repeat | repeats.Noting | None
+    counted: repeated.Counted | None
+    known: repeated.RepeatedDispatch | repeated.NotedDispatch | None
     tensors: Sequence[torch.Tensor]
 
     @property
@@ -160,17 +163,17 @@ class Flight(Generic[Received]):
         ids, weights = self.request.ids, self.request.weights
         return weights is not None or (isinstance(ids, RoutingMap) and ids.probs is not None)
 
-    def pieces(self) -> repeats.Counted:
+    def pieces(self) -> repeated.Counted:
         """`counted`, also after a `Repeat`."""
         if self.counted is None:
-            assert isinstance(self.known, repeats.Repeat)
+            assert isinstance(self.known, repeated.RepeatedDispatch)
             self.counted = self.known.counted(self.request, self.rows, self.entries, self.placement)
         return self.counted
 
     def begin(self) -> dispatch_ops.Beside | None:
         """`send` for the first time."""
         known = self.known
-        if isinstance(known, repeats.Repeat):
+        if isinstance(known, repeated.RepeatedDispatch):
             known.send(*self.tensors)
             return known.beside
         if known is not None:
@@ -221,12 +224,12 @@ class Flight(Generic[Received]):
     def land(self, received: Received, beside: dispatch_ops.Beside | None, num_rows: int) -> None:
         """Launch the receiving half, with room for `num_rows` rows."""
         known = self.known
-        if isinstance(known, repeats.Repeat) and beside is known.beside:
+        if isinstance(known, repeated.RepeatedDispatch) and beside is known.beside:
             known.finish(self.ctx, self.tensors, received, num_rows)
             return
         counted = self.pieces()
         self.landing.receive(self.ctx, self.fmt, received, self.placement, counted.own, beside)
-        if isinstance(known, repeats.Noting):
+        if isinstance(known, repeated.NotedDispatch):
             known.end(counted, received, beside)
             self.known = None
 
@@ -302,14 +305,14 @@ def count(
     split: bool,
     reads: bool,
     fmt: RowFormat,
-) -> repeats.Counted:
+) -> repeated.Counted:
     """The first steps, until the counts of all ranks are exchanged."""
     rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows)
     routing, placement = preprocess(ctx, request, rows, landing, reads)
     # Rows that the caller lays out later may have changed until then.
     in_place = whole and not split
     given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
-    return repeats.Counted(rows, routing, placement, routing_ops.OwnRows(given, routing.own_tokens, int(in_place)))
+    return repeated.Counted(rows, routing, placement, routing_ops.OwnRows(given, routing.own_tokens, int(in_place)))
 
 
 def preprocess(
@@ -437,11 +440,29 @@ def combine(
     elif split:
         out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases, out)
     else:  # the halves overlap
-        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases, out=out)
-        receive = _no_more
+        out, receive = _combined(ctx, y, weights, desc, biases, out), _no_more
     if not split:
         ctx.poll_status()
     return out, receive
+
+
+def _combined(
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    biases: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sums of a combine, both halves of which have been launched."""
+    known = repeated_combine.find(ctx, y, weights, desc, biases, out)
+    if isinstance(known, repeated_combine.RepeatedCombine):
+        return known.run(ctx, y, weights, desc, biases, out)
+    with known or _NOT_NOTED:
+        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases, out=out)
+        if known is not None:
+            known.end(y, weights, desc, biases, out)
+    return out
 
 
 @reports_failure("combine", begun=True)

@@ -82,11 +82,11 @@ def _written(
         return "pass"
     if INTERPRETING:
         scope[f"launch_{number}"] = launcher.launch_in_order
-        return f"launch_{number}({grid}, ({', '.join(texts)},), None)"
+        return f"launch_{number}({grid}, ({''.join(f'{text}, ' for text in texts)}), None)"
     start = scope[f"start_{number}"] = launcher.start_of(args)
     if start is None:
         raise _Differs
-    return f"start_{number}({grid}, where, {', '.join(texts)})"
+    return f"start_{number}({', '.join([str(grid), 'where', *texts])})"
 
 
 def _tensor(name: str, arg: torch.Tensor, tensors: Mapping[str, torch.Tensor], scope: dict[str, Any]) -> str:

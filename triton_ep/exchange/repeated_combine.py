@@ -1,0 +1,115 @@
+"""Combines that repeat the launches of an earlier one (repeats.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.exchange.repeats import Facts, Noting, Repeat, look_up
+from triton_ep.runtime.repeat import ALIGNED, repeat
+
+_COPIES, _TOKENS = {"row_capacity": "copies"}, {"num_tokens": "tokens"}
+"""Arguments of kernels that differ between calls of one kind, and what they are. With rows that are published as they
+are, `row_capacity` is the room of a buffer, always the same."""
+
+
+@dataclass(slots=True)
+class RepeatedCombine(Repeat):
+    """The launches of one kind of combine.
+
+    Attributes:
+        publish, pull: launch the kernels up to the one that publishes rows, and the one that sums them.
+    """
+
+    publish: Callable[..., None]
+    pull: Callable[..., None]
+
+    def run(
+        self,
+        ctx: DispatchCombineContext,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        desc: EPAllToAllLayoutDesc,
+        biases: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The sums [T, H] of a combine; arguments as of `ops.combine.combine`."""
+        ctx.calls.check_combine(desc.dispatch_number)
+        copies, tokens = desc.skipped_token_topk_mapping_indices, desc.num_dispatch_token_cur_rank
+        if copies is None:
+            self.publish(*_published(y, weights, desc))
+        else:
+            self.publish(*_published(y, weights, desc), copies.shape[0])
+        if out is None:
+            fmt = ctx.rows.own
+            out = torch.empty(tokens, fmt.hidden, dtype=fmt.dtype, device=ctx.device)
+        self.pull(out, desc.entries, desc.placement, *biases, tokens)
+        return out
+
+
+class NotedCombine(Noting):
+    """Notes the launches of a combine."""
+
+    def end(
+        self,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        desc: EPAllToAllLayoutDesc,
+        biases: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+    ) -> None:
+        """All launches have been made; out: the result."""
+        self.end_part()
+        if not y.numel() or not out.numel():  # no memory by which the launches can be told from others
+            return
+        published = {f"sent_{number}": each for number, each in enumerate(_published(y, weights, desc))}
+        summed = {f"summed_{number}": each for number, each in enumerate((out, desc.entries, desc.placement, *biases))}
+
+        def make(facts: Facts) -> RepeatedCombine | None:
+            *publishing, pulling = self.parts[0]
+            publish = repeat(publishing, published, {} if desc.skipped_token_topk_mapping_indices is None else _COPIES)
+            pull = repeat([pulling], summed, _TOKENS)
+            return None if publish is None or pull is None else RepeatedCombine(facts, publish, pull)
+
+        self.keep(make)
+
+
+def find(
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    biases: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+) -> RepeatedCombine | NotedCombine | None:
+    """How a combine is launched, as of `look_up`."""
+    if ctx.repeats is None or ctx.calls.lent:
+        return None
+    copies, address = desc.skipped_token_topk_mapping_indices, y.data_ptr()
+    if not ctx.config.enable_local_combine and address == ctx.local_address("dispatch_output_buf"):
+        return None  # of an earlier loan
+    address |= desc.entries.data_ptr() | desc.placement.data_ptr()
+    for part in (weights, copies, out, *biases):
+        if part is not None:
+            address |= part.data_ptr()
+    if address % ALIGNED:
+        return None
+    of_rows = 0 if copies is None else copies.shape[1]
+    kind = ("combine", of_rows, weights is None, len(biases), ctx.backward, ctx.beside_products)
+    known = look_up(ctx, ctx.rows.own, kind, NotedCombine)
+    assert known is None or isinstance(known, RepeatedCombine | NotedCombine), "of a combine"
+    return known
+
+
+def _published(y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> list[torch.Tensor]:
+    """The tensors that kernels read until rows are published, each once."""
+    found = [y, desc.placement]
+    if weights is not None:
+        found.append(weights)
+    if desc.skipped_token_topk_mapping_indices is not None:
+        found.append(desc.skipped_token_topk_mapping_indices)
+    return found
