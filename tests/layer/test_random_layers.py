@@ -166,8 +166,16 @@ class Calls:
             kinds += ["compact"]
         if cfg.low_latency and "scaled" in kinds:  # rows of one kind
             kinds = list(self.kinds_of_low_latency)
-        opened = getattr(self, f"dispatch_{self.draw.choice(kinds)}")()
-        self.opened = [*self.opened[-3:], opened]
+        call = getattr(self, f"dispatch_{self.draw.choice(kinds)}")
+        self.opened = [*self.opened[-3:], self.several(call)]
+
+    def several(self, call: Callable[[], Any]) -> Any:
+        """Make a call once, or three times with other data, of which the third repeats launches. Returns the last."""
+        times, state = self.draw.choice([1, 1, 3]), self.draw.getstate()
+        for _ in range(times):
+            self.draw.setstate(state)
+            result = call()
+        return result
 
     def _results(self, tokens: list[int], ids: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[Any]:
         """The reference's results of a dispatch, without rows."""
@@ -297,7 +305,8 @@ class Calls:
 
     def combine(self) -> None:
         """Outputs of the experts of any dispatch."""
-        self.sum_up(self.draw.choice(self.opened))
+        opened = self.draw.choice(self.opened)
+        self.several(lambda: self.sum_up(opened))
 
     def sum_up(self, opened: Opened, whole: bool = False) -> None:
         """`combine`, with or without weights of rows or tokens, biases, `out` and `combine_buffer`.

@@ -12,6 +12,7 @@ from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_
 from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.distributed import current_heap
+from triton_ep.exchange import repeats
 from triton_ep.exchange.repeated_combine import RepeatedCombine
 from triton_ep.exchange.repeated_dispatch import RepeatedDispatch
 from triton_ep.runtime import launch
@@ -283,19 +284,25 @@ def test_combines_of_lent_memory_between_repeated_ones(run_ranks):
 
 
 def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:
-    case = replace(EVEN, tokens=(80,), hidden=32, topk=1)
-    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+    case = replace(EVEN, tokens=(20,), hidden=32, topk=1)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer, mock.patch.object(repeats, "MOST", 4):
         work = workloads(case, layer.config.world_size, 0)[rank]
-        for tokens in range(2, 80):
-            layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
-            assert len(layer.context.repeats) <= 32
         results = [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
-        assert "RepeatedDispatch" in _kinds(layer) and torch.equal(results[0], results[2])
+        for tokens in range(2, 12):
+            layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
+            assert len(layer.context.repeats) <= 4
+            assert _kinds(layer).count("RepeatedDispatch") == 1
+        for tokens in range(2, 7):
+            for _ in range(2):
+                layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
+            assert len(layer.context.repeats) <= 4
+        results += [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
+        assert "RepeatedDispatch" in _kinds(layer) and all(torch.equal(each, results[0]) for each in results)
 
 
 @PLAIN
 def test_a_layer_remembers_a_bounded_number_of_kinds(run_ranks, backend):
-    """Calls with ever other numbers of tokens keep nothing; kinds that come again are repeated."""
+    """Calls with ever other numbers of tokens replace each other, and no kind that has come again."""
     if backend != "host":
         pytest.skip("the bound is the host's; ranks on the CPU show it")
     run_ranks(_check_bound, 1, 2)

@@ -24,15 +24,15 @@ from triton_ep.runtime.launch import Launch, Launcher
 Kind = tuple[object, ...]
 Made = TypeVar("Made", bound="Noting")
 
-_MOST = 32
-"""Kinds that a layer remembers. Where every call has another number of tokens, none comes again."""
+MOST = 32
+"""Kinds that a layer remembers. Where every call has another number of tokens, most of them come only once."""
 _FIRST, _NEVER = object(), object()
 """Of a kind that has come once, and of one that cannot be repeated."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """What the launches of a noted call depend on, beyond its kind.
+    """What the launches of a noted call depend on besides its kind.
 
     Attributes:
         sizes: of the buffers.
@@ -109,8 +109,8 @@ def look_up(
         if facts.sizes is ctx.sizes and facts.num_compiled == Launcher.num_compiled:
             return None if facts.first.is_hooked else known
     if known is None:
-        if len(repeats) >= _MOST:
-            repeats.clear()
+        if len(repeats) >= MOST:
+            _forget(repeats)
         repeats[kind] = _FIRST
     # Memory of a graph belongs to its replays. Launches with hooks look at their arguments each time.
     if known is None or known is _NEVER or ctx.is_capturing:
@@ -118,3 +118,10 @@ def look_up(
     if any(launcher.is_hooked for launcher in fmt.launchers.values()):
         return None
     return noting(ctx, fmt, kind, *given)
+
+
+def _forget(repeats: dict[Kind, object]) -> None:
+    """Make room: forget the kinds that have come once, or, if there are none, all."""
+    once = [kind for kind, known in repeats.items() if known is _FIRST]
+    for kind in once or list(repeats):
+        del repeats[kind]
