@@ -339,8 +339,8 @@ def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> 
     assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
     splits = runtime.Launcher(exchange.splits(SHAPE, False), aot=aot)
     counts, tables = torch.zeros(64, dtype=torch.int32)[1:], torch.zeros(64, dtype=torch.int64)
-    arguments = {name: tables if name in ("state_ptr", "tables_ptr") else counts for name in splits._names}
-    integers = {name: 1 for name in splits._names if not name.endswith("_ptr")}
+    arguments = {name: tables if name in ("state_ptr", "tables_ptr") else counts for name in splits.names}
+    integers = {name: 1 for name in splits.names if not name.endswith("_ptr")}
     with pytest.raises(AotMiss, match=r"\"unaligned\":\[\"bad_scatter_ptr\""):
         splits.launch(1, **arguments | integers)
     with pytest.raises(AotMiss, match="no variant of that kernel"):

@@ -53,8 +53,8 @@ _INTERPRET = launch._interpret
 
 
 def _operations(call: Callable[[], object]) -> Counter[str]:
-    """Operations of the third call: the first two may create layers and lasting memory."""
-    for _ in range(2):
+    """Operations of the fourth call: the first three may create layers and lasting memory, and tables for the next."""
+    for _ in range(3):
         call()
     with _Operations() as operations, mock.patch.object(launch, "_interpret", operations.interpret):
         call()

@@ -64,7 +64,7 @@ class NotedCombine(Noting):
     ) -> None:
         """All launches have been made; out: the result."""
         self.end_part()
-        if not y.numel() or not out.numel():  # no memory by which the launches can be told from others
+        if not out.numel():  # no memory by which the launches can be told from others
             return
         published = {f"sent_{number}": each for number, each in enumerate(_published(y, weights, desc))}
         summed = {f"summed_{number}": each for number, each in enumerate((out, desc.entries, desc.placement, *biases))}
@@ -87,7 +87,7 @@ def find(
     out: torch.Tensor | None,
 ) -> RepeatedCombine | NotedCombine | None:
     """How a combine is launched, as of `look_up`."""
-    if ctx.repeats is None or ctx.calls.lent:
+    if ctx.repeats is None or ctx.calls.lent or y.shape[0] < 2:  # a single row may have any strides
         return None
     copies, address = desc.skipped_token_topk_mapping_indices, y.data_ptr()
     if not ctx.config.enable_local_combine and address == ctx.local_address("dispatch_output_buf"):
