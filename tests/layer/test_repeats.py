@@ -55,7 +55,7 @@ def _check_results(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
 
 
 @PLAIN
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), pytest.param(1, 4, marks=pytest.mark.on_gpus)])
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
 def test_repeated_dispatches_equal_the_reference(run_ranks, nodes, ranks_per_node, case):
     """Every row, weight, count and sum of calls of one kind with other data."""
