@@ -1,5 +1,7 @@
 """Calls that repeat noted launches: they launch what the ordinary steps would, and give what the reference gives."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -281,6 +283,37 @@ def _check_loans(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_combines_of_lent_memory_between_repeated_ones(run_ranks):
     """The buffer that the layer lends is no tensor of the caller."""
     run_ranks(_check_loans, 1, 2)
+
+
+def _check_memory(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device = current_heap().device
+    with make_layer(EVEN, rank, nodes, ranks_per_node) as layer:
+        work = workloads(EVEN, layer.config.world_size, 0)[rank]
+        kept: list[weakref.ref[torch.UntypedStorage]] = []
+
+        def call(by_map: bool) -> None:
+            x, idx, weights = (each.to(device).clone() for each in (work.x, work.topk_idx, work.topk_weights))
+            given, used = [x, idx, weights], idx
+            if by_map:
+                routed = torch.zeros(len(x), layer.config.num_experts, dtype=torch.bool, device=device)
+                used, weights = RoutingMap(routed.scatter_(1, idx.long().clamp(0, 7), True), routed.float(), None), None
+                given += [used.routed, used.probs]
+            rows, recv_weights, desc, *_ = layer.dispatch_with_row_map(Rows(x), used, weights)
+            out = layer.combine(rows.data, desc)
+            given += [rows.data, recv_weights, desc.entries, desc.placement, out]
+            kept.extend(weakref.ref(each.untyped_storage()) for each in given if each is not None)
+
+        for number in range(8):
+            call(by_map=number % 2 == 1)
+        assert _kinds(layer) == ["RepeatedDispatch"] * 2
+        gc.collect()
+        assert [each() for each in kept if each() is not None] == []
+
+
+@PLAIN
+def test_repeats_keep_no_memory_of_a_call(run_ranks):
+    """Neither arguments nor results, by ids and by a routing map."""
+    run_ranks(_check_memory, 1, 2)
 
 
 def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:

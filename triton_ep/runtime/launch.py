@@ -226,7 +226,7 @@ class Launcher:
     Attributes:
         declared: upper bound of the resources of a program, from plan and kernel: the same on all ranks.
         program: resources of a program of the kernels compiled by the JIT, now or earlier; until then as declared.
-        names, num_pointers: the arguments of a launch in order, tensors first, and how many of these there are.
+        names: the arguments of a launch, in order.
         specialised: names of the integers that the kernel is compiled for.
         num_compiled: kernels of all launchers that the JIT has compiled, or taken from those of earlier processes.
         noted: a list to which each launch is added, for `runtime.repeat`; None: launches are not noted.
@@ -300,8 +300,8 @@ class Launcher:
         self._types = {name: kind for name, kind in arguments.items() if name not in bound}
         self.names = names = tuple(self._types)
         kinds = tuple(self._types.values())
-        self.num_pointers = sum(kind[0] in "*{" for kind in kinds)
-        self._typed = tuple(i for i in range(self.num_pointers) if self._any_arguments or "{" in kinds[i])
+        self._num_pointers = sum(kind[0] in "*{" for kind in kinds)
+        self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in kinds[i])
         self._special = tuple(i for i, name in enumerate(names) if name in specialised)
         self.specialised = [names[i] for i in self._special]
         self._kinds = bool(self._typed or self._special)
@@ -324,7 +324,7 @@ class Launcher:
     def _short_cut(self) -> Callable[..., None]:
         """`launch` as a function generated for this kernel. It passes aligned arguments of a compiled kind straight to
         the driver; for all other arguments it calls `launch_in_order`, like the function of `_by_name`."""
-        pointers, integers = self.names[: self.num_pointers], self.names[self.num_pointers :]
+        pointers, integers = self.names[: self._num_pointers], self.names[self._num_pointers :]
         kind = "device"
         if self._kinds:
             dtypes = [f"{self.names[i]}.dtype" for i in self._typed]
@@ -367,7 +367,7 @@ class Launcher:
         if grid == 0:
             return
         if self._any_arguments:
-            self._check_places(args[: self.num_pointers])
+            self._check_places(args[: self._num_pointers])
         if INTERPRETING:
             named = self.named(args)
             _interpret(self.spec, grid, [named[name] for name in self.spec.arguments], self._constexprs)
@@ -375,7 +375,7 @@ class Launcher:
         # Private functions, because torch.cuda.current_device and current_stream check and wrap their results: together
         # they take longer than the rest of a launch.
         device = torch._C._cuda_getDevice()
-        pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self.num_pointers]))
+        pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self._num_pointers]))
         unaligned: tuple[int, ...] = ()
         if self._may_have_boxes or functools.reduce(or_, pointers, 0) & 15:
             unaligned = tuple([i for i, pointer in enumerate(pointers) if type(pointer) is int and pointer & 15])
@@ -388,9 +388,9 @@ class Launcher:
             if kind not in self._told:  # hooks get metadata only for kernels that Triton has loaded
                 start = self._compiled[kind] = self._start_of_jit(kind, self._request(args, unaligned))
             told = self._told[kind]((grid, 1, 1), where)
-            start(grid, where, *pointers, *args[self.num_pointers :], told=told, enter=self._enter, leave=self._exit)
+            start(grid, where, *pointers, *args[self._num_pointers :], told=told, enter=self._enter, leave=self._exit)
             return
-        start(grid, where, *pointers, *args[self.num_pointers :])
+        start(grid, where, *pointers, *args[self._num_pointers :])
 
     def _kind(self, device: int, args: Sequence[Any], unaligned: tuple[int, ...]) -> Any:
         """What the kernel is compiled for. unaligned: pointers whose addresses are no multiple of 16."""
@@ -398,7 +398,7 @@ class Launcher:
             return device
         kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
         if self._any_arguments:  # Triton passes an integer as 64 bits if 32 do not suffice
-            kind += tuple([value >> 31 for value in args[self.num_pointers :]])
+            kind += tuple([value >> 31 for value in args[self._num_pointers :]])
         return kind
 
     def start_of(self, args: Sequence[Any]) -> Start | None:
@@ -419,7 +419,7 @@ class Launcher:
 
     def _addresses(self, args: Sequence[Any]) -> list[Any]:
         """Addresses of tensors, and `Boxes` as they are."""
-        return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self.num_pointers]]
+        return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self._num_pointers]]
 
     def _make_start(self, kind: Any, request: KernelRequest) -> Start:
         """The library's kernel for this request. If the library lacks it, this launcher uses the JIT from then on."""
