@@ -1,9 +1,11 @@
 """Calls that repeat noted launches: they launch what the ordinary steps would, and give what the reference gives."""
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.programs import run_ranks_of
 from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.distributed import current_heap
@@ -119,7 +122,7 @@ def _combines(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callabl
     }
     if not case.static:
         rows = layer.dispatch_compact(x, idx, weights)
-        calls["compact"] = lambda: layer.combine(rows.x, rows.layout_desc)
+        calls["sum_of_compact"] = lambda: layer.combine(rows.x, rows.layout_desc)
     return calls
 
 
@@ -162,14 +165,17 @@ def _assert_alike(what: str, first: Launches, second: Launches, repeated: Launch
 def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         ctx = layer.context
-        dispatches = [(RepeatedDispatch, "begin", *each) for each in _calls(layer, case, rank).items()]
-        combines = [(RepeatedCombine, "run", *each) for each in _combines(layer, case, rank).items()]
-        for repeated_by, method, name, call in dispatches + combines:
+        dispatches = [(RepeatedDispatch, "begin", name) for name in _calls(layer, case, rank)]
+        combines = [(RepeatedCombine, "run", name) for name in _combines(layer, case, rank)]
+        # A call that is noted, and one that repeats it, with other tensors.
+        noted, calls = (_calls(layer, case, rank) | _combines(layer, case, rank) for _ in range(2))
+        for repeated_by, method, name in dispatches + combines:
+            call = calls[name]
             ctx.repeats, held = None, []
             call()  # compact rows and routing maps may need more room than calls before
             first, second = (_launches_of(call, held) for _ in range(2))
             ctx.repeats = {}
-            call(), call()
+            noted[name](), noted[name]()
             (known,) = ctx.repeats.values()
             assert isinstance(known, repeated_by), name
             plain = getattr(repeated_by, method)
@@ -186,6 +192,15 @@ def test_repeated_launches_are_those_of_the_steps(run_ranks, backend, case):
     if backend != "host":
         pytest.skip("compares the arguments of interpreted launches")
     run_ranks(_check_launches, 1, 2, case)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the program stands in for a GPU")
+def test_compiled_launches_are_those_of_the_steps_too():
+    """The same where kernels, grids and what overlaps are a GPU's, and kernels take addresses."""
+    for line in run_ranks_of([Path(__file__).parent / "repeats_of_gpus_program.py", "2"], 2).splitlines()[-2:]:
+        found = json.loads(line)
+        assert len(found) > 40 and all(each["launches"] >= 2 for each in found.values()), found
+        assert {name: each["wrong"] for name, each in found.items() if each["wrong"]} == {}
 
 
 def _check_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
