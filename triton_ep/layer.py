@@ -515,7 +515,7 @@ class EPAll2AllLayer:
             sent = self._send(request, EXPERT_MAJOR[None], split)
             return (sent.received.weights, sent.desc), sent.receive
 
-        received, end = self._finish("dispatch", send, (rows, ids, weights, slabs), Ending(split))
+        received, end = self._finish("dispatch", send, (rows, ids, weights, slabs), Ending(split) if split else PLAIN)
         return *received, end
 
     def dispatch_compact(

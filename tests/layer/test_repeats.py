@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.repeated_calls import Launches, calls_of, check_all, compact_calls_of
 from tests.programs import run_ranks_of
 from triton_ep import EPAll2AllLayer, InputError, MXTensor, PeerFailed
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.distributed import current_heap
 from triton_ep.exchange import repeats
 from triton_ep.exchange.repeated_combine import RepeatedCombine
-from triton_ep.exchange.repeated_dispatch import RepeatedDispatch
 from triton_ep.runtime import launch
 
 PLAIN = pytest.mark.plain
@@ -33,11 +33,6 @@ CASES = {
     "quantised": replace(EVEN, payload="mxfp8", quantised_input=True),
     "int64": replace(EVEN, idx_dtype=torch.int64, dtype=torch.float32, local_combine=True, shared_staging=True),
 }
-CHANGING = ("read_number",)
-"""Integers that differ between any two calls."""
-
-Launches = list[tuple[str, int, dict[str, Any]]]
-"""Name, grid and arguments of each."""
 
 
 def _known(layer: EPAll2AllLayer, combines: bool = False) -> list[object]:
@@ -67,131 +62,49 @@ def test_repeated_dispatches_equal_the_reference(run_ranks, nodes, ranks_per_nod
     run_ranks(_check_results, nodes, ranks_per_node, case)
 
 
-def _calls(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[], object]]:
-    """Calls of all kinds that a layer without a payload repeats, on the same inputs each time."""
-    device = current_heap().device
-    work = workloads(case, layer.config.world_size, 0)[rank]
-    x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
-    one_byte, scale = x.to(torch.float8_e4m3fn), torch.arange(2 * len(x), dtype=torch.uint8, device=device).view(-1, 2)
-    routed = torch.zeros(len(x), layer.config.num_experts, dtype=torch.bool, device=device)
-    routed.scatter_(1, idx.long().clamp(0, layer.config.num_experts - 1), True)
-    probs, excess = routed.float(), torch.zeros(1, dtype=torch.int32, device=device)
-    desc = layer.dispatch(x, idx, weights)[2]
-    calls: dict[str, Callable[[], object]] = {
-        "dispatch": lambda: layer.dispatch(x, idx, weights),
-        "no_weights": lambda: layer.dispatch(x, idx),
-        "kept": lambda: layer.dispatch_ahead(x, idx, weights, None, later=False, keep_rows=True),
-        "again": lambda: layer.dispatch_again(x, desc),
-        "again_with_weights": lambda: layer.dispatch_again(x, desc, weights),
-        "scaled_again": lambda: layer.dispatch_scaled(one_byte, scale, None, layout_desc=desc),
-        "scaled": lambda: layer.dispatch_scaled(one_byte, scale, idx, weights),
-        "by_map": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, excess), None),
-        "by_map_alone": lambda: layer.dispatch_with_row_map(Rows(x), RoutingMap(routed, None, None), None),
-    }
-    if not case.static:
-        compact = layer.dispatch_compact(x, idx, weights).layout_desc
-        calls |= {
-            "compact_again": lambda: layer.dispatch_compact_again(x, compact),
-            "compact": lambda: layer.dispatch_compact(x, idx, weights),
-            "compact_int64": lambda: layer.dispatch_compact(x, idx.long()),
-            "compact_scaled": lambda: layer.dispatch_compact(one_byte, idx, weights, scale=scale),
-            "compact_worst": lambda: layer.dispatch_compact(x, idx, weights, num_rows=24),
-        }
-    return calls
-
-
-def _combines(layer: EPAll2AllLayer, case: Case, rank: int) -> dict[str, Callable[[], object]]:
-    """Combines of all kinds that a layer repeats."""
-    device = current_heap().device
-    work = workloads(case, layer.config.world_size, 0)[rank]
-    x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
-    y, recv_weights, desc = layer.dispatch(x, idx, weights)
-    out, second = torch.empty_like(x), x.clone()
-
-    def backward() -> torch.Tensor:
-        with layer.context.backward_pass():
-            return layer.combine(y, desc)
-
-    calls: dict[str, Callable[[], object]] = {
-        "combine": lambda: layer.combine(y, desc),
-        "weights": lambda: layer.combine(y, desc, recv_weights),
-        "bias": lambda: layer.combine(y, desc, bias=x),
-        "biases": lambda: layer.combine(y, desc, recv_weights, bias=(x, second)),
-        "out": lambda: layer.combine(y, desc, out=out),
-        "backward": backward,
-    }
-    if not case.static:
-        rows = layer.dispatch_compact(x, idx, weights)
-        calls["sum_of_compact"] = lambda: layer.combine(rows.x, rows.layout_desc)
-    return calls
-
-
-def _launches_of(call: Callable[[], object], held: list[object]) -> Launches:
-    """What a call launches. held: gets its results, so that no later call has its memory."""
-    found: Launches = []
+def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    held: list[object] = []
     interpret = launch._interpret
 
-    def noting(kernel_spec: Any, grid: int, args: list[Any], constexprs: dict[str, Any]) -> None:
-        found.append((kernel_spec.name, grid, {**dict(zip(kernel_spec.arguments, args, strict=True)), **constexprs}))
-        interpret(kernel_spec, grid, args, constexprs)
+    def launches_of(call: Callable[[], object]) -> Launches:
+        found: Launches = []
 
-    with mock.patch.object(launch, "_interpret", noting):
-        held.append(call())
-    held.append(found)
-    return found
+        def noting(kernel_spec: Any, grid: int, args: list[Any], constexprs: dict[str, Any]) -> None:
+            held.append(args)
+            told = {"grid": grid, **constexprs}
+            for name, arg in zip(kernel_spec.arguments, args, strict=True):
+                told[name] = arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
+                told[f"{name}, dtype"] = str(getattr(arg, "dtype", None))
+            found.append((kernel_spec.name, told))
+            interpret(kernel_spec, grid, args, constexprs)
 
+        with mock.patch.object(launch, "_interpret", noting):
+            held.append(call())
+        return found
 
-def _assert_alike(what: str, first: Launches, second: Launches, repeated: Launches) -> None:
-    """`repeated` has the kernels, grids, numbers and dtypes of two ordinary calls, passes their memory where both have
-    the same, and elsewhere the same new memory in the same places."""
-    assert [of[:2] for of in first] == [of[:2] for of in repeated], what
-    new: dict[int, int] = {}
-    for (name, _, one), (_, _, two), (_, _, again) in zip(first, second, repeated, strict=True):
-        assert one.keys() == again.keys(), what
-        for argument, value in one.items():
-            where = f"{what}: {argument} of {name}"
-            if not isinstance(value, torch.Tensor):
-                assert argument in CHANGING or value == again[argument], where
-                continue
-            assert value.dtype == again[argument].dtype, where
-            address = again[argument].data_ptr()
-            if value.data_ptr() == two[argument].data_ptr():
-                assert address == value.data_ptr(), where
-            else:
-                assert new.setdefault(value.data_ptr(), address) == address, where
-    assert len(set(new.values())) == len(new), what
-
-
-def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
-        ctx = layer.context
-        dispatches = [(RepeatedDispatch, "begin", name) for name in _calls(layer, case, rank)]
-        combines = [(RepeatedCombine, "run", name) for name in _combines(layer, case, rank)]
-        # A call that is noted, and one that repeats it, with other tensors.
-        noted, calls = (_calls(layer, case, rank) | _combines(layer, case, rank) for _ in range(2))
-        for repeated_by, method, name in dispatches + combines:
-            call = calls[name]
-            ctx.repeats, held = None, []
-            call()  # compact rows and routing maps may need more room than calls before
-            first, second = (_launches_of(call, held) for _ in range(2))
-            ctx.repeats = {}
-            noted[name](), noted[name]()
-            (known,) = ctx.repeats.values()
-            assert isinstance(known, repeated_by), name
-            plain = getattr(repeated_by, method)
-            with mock.patch.object(repeated_by, method, autospec=True, side_effect=plain) as ran:
-                repeated = _launches_of(call, held)
-            assert ran.call_count == 1, name
-            _assert_alike(name, first, second, repeated)
+        work = workloads(case, layer.config.world_size, 0)[rank]
+
+        def inputs() -> tuple[torch.Tensor, ...]:
+            return work.x.clone(), work.topk_idx.clone(), work.topk_weights.clone()
+
+        found = check_all(layer, calls_of(layer, *inputs()), calls_of(layer, *inputs()), launches_of)
+        if layer.config.recv_capacity is None and case.payload is None:
+            for numbers in ((None, None), (24, 25)):
+                noted, calls = (compact_calls_of(layer, *inputs(), number) for number in numbers)
+                found |= {f"{name}, {numbers}": each for name, each in
+                          check_all(layer, noted, calls, launches_of).items()}  # fmt: skip
+    assert all(each["launches"] >= 2 for each in found.values()), found
+    assert {name: each["wrong"] for name, each in found.items() if each["wrong"]} == {}
 
 
 @PLAIN
-@pytest.mark.parametrize("case", [EVEN, replace(EVEN, static=True, local_combine=True)], ids=["exact", "static"])
-def test_repeated_launches_are_those_of_the_steps(run_ranks, backend, case):
-    """Kernels, grids, numbers, and which memory is whose, for every kind of dispatch and combine."""
+@pytest.mark.parametrize("name", ["exact", "static", "mxfp8"])
+def test_repeated_launches_are_those_of_the_steps(run_ranks, backend, name):
+    """Kernels, grids, numbers, dtypes, and which memory is whose, for every kind of dispatch and combine."""
     if backend != "host":
         pytest.skip("compares the arguments of interpreted launches")
-    run_ranks(_check_launches, 1, 2, case)
+    run_ranks(_check_launches, 1, 2, CASES[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the program stands in for a GPU")
@@ -199,8 +112,13 @@ def test_compiled_launches_are_those_of_the_steps_too():
     """The same where kernels, grids and what overlaps are a GPU's, and kernels take addresses."""
     for line in run_ranks_of([Path(__file__).parent / "repeats_of_gpus_program.py", "2"], 2).splitlines()[-2:]:
         found = json.loads(line)
-        assert len(found) > 40 and all(each["launches"] >= 2 for each in found.values()), found
-        assert {name: each["wrong"] for name, each in found.items() if each["wrong"]} == {}
+        assert {name: each["wrong"] for name, each in found.items() if each["launches"] and each["wrong"]} == {}
+        # In backward passes sums are computed on a stream of their own.
+        assert {name for name, each in found.items() if not each["launches"]} == {
+            "backward of summed",
+            "backward of mxfp8",
+        }
+        assert len(found) > 40
 
 
 def _check_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -334,25 +252,24 @@ def test_repeats_keep_no_memory_of_a_call(run_ranks):
 def _check_bound(rank: int, nodes: int, ranks_per_node: int) -> None:
     case = replace(EVEN, tokens=(20,), hidden=32, topk=1)
     with make_layer(case, rank, nodes, ranks_per_node) as layer, mock.patch.object(repeats, "MOST", 4):
-        work = workloads(case, layer.config.world_size, 0)[rank]
-        results = [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
+        work, device = workloads(case, layer.config.world_size, 0)[rank], current_heap().device
+        x, idx = work.x.to(device), work.topk_idx.to(device)
+        results = [layer.dispatch(x, idx)[0] for _ in range(3)]
         for tokens in range(2, 12):
-            layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
+            layer.dispatch(x[:tokens], idx[:tokens])
             assert len(layer.context.repeats) <= 4
             assert _kinds(layer).count("RepeatedDispatch") == 1
         for tokens in range(2, 7):
             for _ in range(2):
-                layer.dispatch(work.x[:tokens], work.topk_idx[:tokens])
+                layer.dispatch(x[:tokens], idx[:tokens])
             assert len(layer.context.repeats) <= 4
-        results += [layer.dispatch(work.x, work.topk_idx)[0] for _ in range(3)]
+        results += [layer.dispatch(x, idx)[0] for _ in range(3)]
         assert "RepeatedDispatch" in _kinds(layer) and all(torch.equal(each, results[0]) for each in results)
 
 
 @PLAIN
-def test_a_layer_remembers_a_bounded_number_of_kinds(run_ranks, backend):
+def test_a_layer_remembers_a_bounded_number_of_kinds(run_ranks):
     """Calls with ever other numbers of tokens replace each other, and no kind that has come again."""
-    if backend != "host":
-        pytest.skip("the bound is the host's; ranks on the CPU show it")
     run_ranks(_check_bound, 1, 2)
 
 

@@ -30,7 +30,7 @@ class _Launcher:
 
 
 def _launch(launcher: _Launcher, *args: Any, grid: int = 3, stream: Any = None) -> Launch:
-    return Launch(launcher, grid, args, stream)  # type: ignore[arg-type]
+    return Launch(launcher, grid, args, stream)
 
 
 @pytest.fixture(params=["interpreted", "compiled"])
@@ -39,7 +39,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     is_compiled = bool(request.param == "compiled")
     monkeypatch.setattr(repeats, "INTERPRETING", not is_compiled)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(repeats, "_raw_stream", lambda device: STREAM + device)
+    monkeypatch.setattr(repeats, "raw_stream", lambda device: STREAM + device)
     return is_compiled
 
 

@@ -93,7 +93,7 @@ class DispatchCombineContext:
     Attributes:
         sizes: rows for which the buffers have room; exact layers grow.
         topology: ranks, ranks per node, and experts per rank.
-        repeats: dispatches whose launches are known, by kind (triton_ep/exchange/repeats.py); None: there are none.
+        repeats: what is known of launches, by kind of call (triton_ep/exchange/repeats.py); None: no call is repeated.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it

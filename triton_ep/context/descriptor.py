@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
@@ -75,13 +75,6 @@ class EPAllToAllLayoutDesc:
     host_expert_offsets: tuple[int, ...] | None = None
     host_num_rows: tuple[int, ...] | None = None
     host_arrivals: tuple[int, ...] | None = None
-
-    @classmethod
-    def made(cls, **fields: Any) -> EPAllToAllLayoutDesc:
-        """As the constructor, in a third of its time: that of a frozen dataclass makes a call for each field."""
-        desc = object.__new__(cls)
-        desc.__dict__.update(fields)  # the others are the defaults, which belong to the class
-        return desc
 
     # Views, created on access: a descriptor that goes straight into combine creates none. A low-latency dispatch leaves
     # out what its combine does not need; those properties are None.
@@ -183,6 +176,17 @@ class EPAllToAllLayoutDesc:
     def _part(self, name: str) -> torch.Tensor:
         first, count = placement_parts(*self.shape)[name]
         return self.placement[first : first + count]
+
+
+if TYPE_CHECKING:
+    made_desc = EPAllToAllLayoutDesc
+else:
+
+    def made_desc(**fields: Any) -> EPAllToAllLayoutDesc:
+        """As the constructor, in a third of its time: that of a frozen dataclass makes a call for each field."""
+        desc = object.__new__(EPAllToAllLayoutDesc)
+        desc.__dict__.update(fields)  # the others are the defaults, which belong to the class
+        return desc
 
 
 # Excluded: its values change every step and would trigger recompilation.

@@ -43,12 +43,10 @@ class HostRead:
         self._last = ctypes.c_int64.from_address(self.memory.data_ptr() + 8 * (num_words - 1))
         self._words = self.memory.numpy()
         self._number = 0
-        self._numbers = b""  # as the upper halves of all words have it
 
     def begin(self) -> int:
         """The number of the next read, from 1, for the kernel that will publish the words."""
         self._number = self._number % _NUMBERS + 1
-        self._numbers = self._number.to_bytes(4, "little") * len(self._words)
         return self._number
 
     def wait(self) -> list[int]:
@@ -77,4 +75,5 @@ class HostRead:
             return None
         # Each word is one load, which brings its number. Hot path: rows may have to wait until the host has read.
         halves = self._words.copy().view(np.int32)  # on little-endian hosts
-        return halves[::2].tolist() if halves[1::2].tobytes() == self._numbers else None
+        numbers = self._number.to_bytes(4, "little") * len(self._words)
+        return halves[::2].tolist() if halves[1::2].tobytes() == numbers else None

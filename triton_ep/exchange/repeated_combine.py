@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from triton_ep.context.context import DispatchCombineContext
-from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.exchange.repeats import Facts, Noting, Repeat, look_up
+from triton_ep.exchange.request import Outputs
+from triton_ep.ops import combine as combine_ops
 from triton_ep.runtime.repeat import ALIGNED, repeat
 
 _COPIES, _TOKENS = {"row_capacity": "copies"}, {"num_tokens": "tokens"}
@@ -28,22 +30,15 @@ class RepeatedCombine(Repeat):
     publish: Callable[..., None]
     pull: Callable[..., None]
 
-    def run(
-        self,
-        ctx: DispatchCombineContext,
-        y: torch.Tensor,
-        weights: torch.Tensor | None,
-        desc: EPAllToAllLayoutDesc,
-        biases: tuple[torch.Tensor, ...],
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The sums [T, H] of a combine; arguments as of `ops.combine.combine`."""
+    def run(self, ctx: DispatchCombineContext, given: Outputs) -> torch.Tensor:
+        """The sums [T, H]."""
+        _, _, desc, biases, out = given
         ctx.calls.check_combine(desc.dispatch_number)
         copies, tokens = desc.skipped_token_topk_mapping_indices, desc.num_dispatch_token_cur_rank
         if copies is None:
-            self.publish(*_published(y, weights, desc))
+            self.publish(*_published(given))
         else:
-            self.publish(*_published(y, weights, desc), copies.shape[0])
+            self.publish(*_published(given), copies.shape[0])
         if out is None:
             fmt = ctx.rows.own
             out = torch.empty(tokens, fmt.hidden, dtype=fmt.dtype, device=ctx.device)
@@ -54,20 +49,15 @@ class RepeatedCombine(Repeat):
 class NotedCombine(Noting):
     """Notes the launches of a combine."""
 
-    def end(
-        self,
-        y: torch.Tensor,
-        weights: torch.Tensor | None,
-        desc: EPAllToAllLayoutDesc,
-        biases: tuple[torch.Tensor, ...],
-        out: torch.Tensor,
-    ) -> None:
+    def end(self, given: Outputs, out: torch.Tensor) -> None:
         """All launches have been made; out: the result."""
         self.end_part()
         if not out.numel():  # no memory by which the launches can be told from others
             return
-        published = {f"sent_{number}": each for number, each in enumerate(_published(y, weights, desc))}
-        summed = {f"summed_{number}": each for number, each in enumerate((out, desc.entries, desc.placement, *biases))}
+        desc = given.desc
+        published = {f"sent_{number}": each for number, each in enumerate(_published(given))}
+        results = (out, desc.entries, desc.placement, *given.biases)
+        summed = {f"summed_{number}": each for number, each in enumerate(results)}
 
         def make(facts: Facts) -> RepeatedCombine | None:
             *publishing, pulling = self.parts[0]
@@ -78,15 +68,22 @@ class NotedCombine(Noting):
         self.keep(make)
 
 
-def find(
-    ctx: DispatchCombineContext,
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    desc: EPAllToAllLayoutDesc,
-    biases: tuple[torch.Tensor, ...],
-    out: torch.Tensor | None,
-) -> RepeatedCombine | NotedCombine | None:
+def combine(ctx: DispatchCombineContext, given: Outputs) -> torch.Tensor:
+    """The sums [T, H] of a combine whose halves overlap, by repeated launches or by those of `ops.combine`."""
+    known = find(ctx, given)
+    if isinstance(known, RepeatedCombine):
+        return known.run(ctx, given)
+    y, weights, desc, biases, out = given
+    with known or nullcontext():
+        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases, out=out)
+        if known is not None:
+            known.end(given, out)
+    return out
+
+
+def find(ctx: DispatchCombineContext, given: Outputs) -> RepeatedCombine | NotedCombine | None:
     """How a combine is launched, as of `look_up`."""
+    y, weights, desc, biases, out = given
     if ctx.repeats is None or ctx.calls.lent or y.shape[0] < 2:  # a single row may have any strides
         return None
     copies, address = desc.skipped_token_topk_mapping_indices, y.data_ptr()
@@ -100,13 +97,12 @@ def find(
         return None
     of_rows = 0 if copies is None else copies.shape[1]
     kind = ("combine", of_rows, weights is None, len(biases), ctx.backward, ctx.beside_products)
-    known = look_up(ctx, ctx.rows.own, kind, NotedCombine)
-    assert known is None or isinstance(known, RepeatedCombine | NotedCombine), "of a combine"
-    return known
+    return look_up(ctx, ctx.rows.own, kind, RepeatedCombine, NotedCombine)
 
 
-def _published(y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> list[torch.Tensor]:
+def _published(given: Outputs) -> list[torch.Tensor]:
     """The tensors that kernels read until rows are published, each once."""
+    y, weights, desc, _, _ = given
     found = [y, desc.placement]
     if weights is not None:
         found.append(weights)

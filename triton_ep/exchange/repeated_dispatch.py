@@ -4,40 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from triton_ep.context.context import DispatchCombineContext
-from triton_ep.context.given import RoutingMap, Rows
+from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.exchange.landings import Landing
 from triton_ep.exchange.repeats import Facts, Kind, Noting, Repeat, look_up
-from triton_ep.exchange.request import Request
+from triton_ep.exchange.request import Counted, Request
 from triton_ep.ops.compact import Compact
 from triton_ep.ops.dispatch import Beside
 from triton_ep.ops.dispatch import Received as Expanded
-from triton_ep.ops.routing import OwnRows, Routing
-from triton_ep.runtime.launch import INTERPRETING
-from triton_ep.runtime.repeat import ALIGNED, repeat
+from triton_ep.runtime.repeat import ALIGNED, raw_stream, repeat
 
 _READ, _ROWS = {"read_number": "read"}, {"num_rows": "rows", "row_limit": "rows"}
 """Arguments of kernels that differ between calls of one kind, and what they are."""
-
-
-class Counted(NamedTuple):
-    """What the steps of a dispatch read whose first kernel, which counts its entries, has been launched.
-
-    Attributes:
-        rows: in wire form.
-        routing, placement: of `steps.preprocess`.
-        own: rows that stay here.
-    """
-
-    rows: Rows
-    routing: Routing
-    placement: torch.Tensor
-    own: OwnRows
 
 
 @dataclass(slots=True)
@@ -46,7 +29,7 @@ class RepeatedDispatch(Repeat):
 
     Attributes:
         entries, placement: shapes of these tables. packed: of rows that the first kernel quantises, or None.
-        noted: what other calls have in common with the noted one; `Counted.rows` is not.
+        in_place: of `OwnRows`.
         beside: how rows are received meanwhile.
         count, send, land: launch the first kernel, those that send, and the one that lays rows out.
         ahead: entries and placement of the next call, and the stream for which they were allocated.
@@ -56,7 +39,7 @@ class RepeatedDispatch(Repeat):
     entries: tuple[int, ...]
     placement: tuple[int, ...]
     packed: tuple[int, ...] | None
-    noted: Counted
+    in_place: int
     beside: Beside | None
     count: Callable[..., None]
     send: Callable[..., None]
@@ -94,17 +77,6 @@ class RepeatedDispatch(Repeat):
         if self.stream is not None:  # while the GPU works, and in exact mode the host waits for it
             self.ahead = self._tables(ctx)
 
-    def counted(self, request: Request, rows: Rows, entries: torch.Tensor, placement: torch.Tensor) -> Counted:
-        """The same for steps that are not repeated."""
-        _, routing, _, own = self.noted
-        if isinstance(request.ids, RoutingMap):  # its ids and weights are in memory of the layer
-            routing = routing._replace(given=request.ids, entries=entries)
-        else:
-            routing = routing._replace(ids=request.ids, weights=request.weights, entries=entries)
-        if own.in_place:
-            own = own._replace(x=rows.data.view(torch.uint8) if INTERPRETING else rows.data)
-        return Counted(rows, routing, placement, own)
-
 
 class NotedDispatch(Noting):
     """Notes the launches of a dispatch in three parts."""
@@ -140,7 +112,7 @@ class NotedDispatch(Noting):
             tuple(counted.routing.entries.shape),
             tuple(counted.placement.shape),
             None if counted.rows.data is request.rows.data else tuple(counted.rows.data.shape),
-            _without(counted, request, self._ctx.no_bytes),
+            counted.own.in_place,
             beside,
             count,
             send,
@@ -165,22 +137,15 @@ def find(
     if address % ALIGNED:
         return None
     kind = (data.shape[0], scale is None, given, weights is None, routed is None, landing, reads, ctx.backward)
-    known = look_up(ctx, fmt, kind, NotedDispatch, request)
-    assert known is None or isinstance(known, RepeatedDispatch | NotedDispatch), "of a dispatch"
-    return known
+    return look_up(ctx, fmt, kind, RepeatedDispatch, NotedDispatch, request)
 
 
 def _stream_of(ctx: DispatchCombineContext) -> int | None:
     """The current stream, if a later call on it may have memory that is allocated now; else None: memory of a graph
     belongs to its replays, that of inference mode to inference."""
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() or ctx.is_capturing:
         return None
-    if ctx.device.type != "cuda":
-        return 0
-    # Private, because their public counterparts take microseconds (triton_ep/runtime/launch.py).
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    return int(torch._C._cuda_getCurrentRawStream(ctx.device.index))
+    return raw_stream(ctx.device.index) if ctx.device.type == "cuda" else 0
 
 
 def _received(received: Expanded | Compact) -> list[torch.Tensor]:
@@ -207,12 +172,3 @@ def _sent(request: Request, rows: Rows, entries: torch.Tensor, placement: torch.
     if request.routed is not None:
         found.append(request.routed.placement)
     return found
-
-
-def _without(counted: Counted, request: Request, nothing: torch.Tensor) -> Counted:
-    """The same without the memory of its call."""
-    _, routing, _, own = counted
-    if isinstance(request.ids, torch.Tensor):
-        routing = routing._replace(ids=nothing, weights=None)
-    own = own._replace(x=nothing) if own.in_place else own
-    return Counted(Rows(nothing), routing._replace(given=None, entries=nothing), nothing, own)

@@ -22,6 +22,7 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.runtime.launch import Launch, Launcher
 
 Kind = tuple[object, ...]
+Known = TypeVar("Known", bound="Repeat")
 Made = TypeVar("Made", bound="Noting")
 
 MOST = 32
@@ -89,22 +90,27 @@ class Noting:
     def keep(self, make: Callable[[Facts], Repeat | None]) -> None:
         """Keep a `Repeat`, or that there is none; neither if this call has changed what others depend on."""
         sizes, num_compiled, _ = self._before
-        if self._state() == self._before and sizes is self._ctx.sizes:
+        if self._state() == self._before:
             self._result = make(Facts(sizes, num_compiled, self._launchers[0])) or _NEVER
 
 
 def look_up(
-    ctx: DispatchCombineContext, fmt: RowFormat, kind: Kind, noting: Callable[..., Made], *given: object
-) -> Repeat | Made | None:
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    kind: Kind,
+    repeated: type[Known],
+    noting: Callable[..., Made],
+    *given: object,
+) -> Known | Made | None:
     """How a call of this kind is launched: by a `Repeat`, by the steps while they are noted, or, None, by these alone.
 
-    noting: class for the second; given: its arguments after these.
+    repeated, noting: classes for the first and the second; given: arguments of the latter after these.
     """
     repeats = ctx.repeats
     if repeats is None:
         return None
     known = repeats.get(kind)
-    if isinstance(known, Repeat):
+    if isinstance(known, repeated):
         facts = known.facts
         if facts.sizes is ctx.sizes and facts.num_compiled == Launcher.num_compiled:
             return None if facts.first.is_hooked else known

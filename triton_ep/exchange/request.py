@@ -1,4 +1,4 @@
-"""Records of a dispatch: the request, and its state while rows are in flight."""
+"""Records of a call: the request of a dispatch, its state while rows are in flight, and the outputs that are summed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import Compact
 from triton_ep.ops.dispatch import Received as Expanded
+from triton_ep.ops.routing import OwnRows, Routing
 from triton_ep.ops.strides import view_as
 
 Received = TypeVar("Received", Expanded, Compact)
@@ -65,6 +66,38 @@ class Request:
     def quantised(self) -> bool:
         """Whether rows without scales go to slabs with some: the dispatch quantises them."""
         return self.rows.scale is None and self.slabs is not None and self.slabs.scale is not None
+
+
+class Counted(NamedTuple):
+    """What the steps of a dispatch read whose first kernel, which counts its entries, has been launched.
+
+    Attributes:
+        rows: in wire form.
+        routing, placement: of `steps.preprocess`.
+        own: rows that stay here.
+    """
+
+    rows: Rows
+    routing: Routing
+    placement: torch.Tensor
+    own: OwnRows
+
+
+class Outputs(NamedTuple):
+    """A whole combine of this rank, with checked arguments: those of `steps.combine`.
+
+    Attributes:
+        y: expert outputs [R, H]. weights: [R] float32, or None.
+        desc: descriptor of the dispatch.
+        biases: up to two [T, H].
+        out: memory for the result [T, H]; None: it is allocated.
+    """
+
+    y: torch.Tensor
+    weights: torch.Tensor | None
+    desc: EPAllToAllLayoutDesc
+    biases: tuple[torch.Tensor, ...]
+    out: torch.Tensor | None
 
 
 class Signals(NamedTuple):

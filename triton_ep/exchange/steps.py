@@ -18,7 +18,7 @@ from typing import Generic
 import torch
 
 from triton_ep.context.context import MOST_WASTED, DispatchCombineContext, reports_failure
-from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc, made_desc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
@@ -26,7 +26,7 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.exchange import checks, repeated_combine
 from triton_ep.exchange import repeated_dispatch as repeated
 from triton_ep.exchange.landings import Landing
-from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
+from triton_ep.exchange.request import Arrivals, Counted, Outputs, Received, Request, Sent, Signals
 from triton_ep.kernels.device.codes import (
     HOST_AGAIN,
     HOST_BACKWARD,
@@ -73,46 +73,30 @@ def dispatch(
         ctx.make_room_for_all()
     fmt = ctx.rows.own if request.rows.scale is None else ctx.rows.scaled
     known = None if split else repeated.find(ctx, fmt, request, landing, reads)
-    if isinstance(known, repeated.NotedDispatch):
-        with known:
-            return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
-    return _dispatch(ctx, request, landing, split, later, reads, fmt, known)
-
-
-def _dispatch(
-    ctx: DispatchCombineContext,
-    request: Request,
-    landing: Landing[Received],
-    split: bool,
-    later: bool,
-    reads: bool,
-    fmt: RowFormat,
-    known: repeated.RepeatedDispatch | repeated.NotedDispatch | None,
-) -> Sent[Received]:
-    """`dispatch`. reads: the host will read the counts. known: how kernels are launched."""
-    if isinstance(known, repeated.RepeatedDispatch):
-        rows, entries, placement, tensors = known.begin(ctx, request, reads)
-        counted = None
-    else:
-        counted, tensors = count(ctx, request, landing, split, reads, fmt), []
-        rows, entries, placement = counted.rows, counted.routing.entries, counted.placement
-    # From here on the other ranks wait for this rank; `reports_failure` compares this number.
-    ctx.num_dispatches += 1
-    forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
-    flight = Flight(ctx, request, landing, split, fmt, rows, entries, placement, forward, counted, known, tensors)
-    # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
-    beside = flight.begin()
-    ahead = flight.receive_ahead(beside) if reads and not split and not request.refused else None
-    if ahead is not None and later:
-        made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
-        made.settle = partial(_settle, ctx, flight, *ahead)
-    elif reads:
-        made = flight.read_and_receive(ahead, beside)
-    else:
-        made = flight.receive(known_arrivals(ctx, request, placement), beside)
-    if not split:
-        ctx.poll_status()
-    return made
+    with known if isinstance(known, repeated.NotedDispatch) else _NOT_NOTED:
+        if isinstance(known, repeated.RepeatedDispatch):
+            rows, entries, placement, tensors = known.begin(ctx, request, reads)
+            counted = None
+        else:
+            counted, tensors = count(ctx, request, landing, split, reads, fmt), []
+            rows, entries, placement = counted.rows, counted.routing.entries, counted.placement
+        # From here on the other ranks wait for this rank; `reports_failure` compares this number.
+        ctx.num_dispatches += 1
+        forward = None if ctx.config.is_intra_node else dispatch_ops.make_forward(ctx)
+        flight = Flight(ctx, request, landing, split, fmt, rows, entries, placement, forward, counted, known, tensors)
+        # Launched before the host reads any counts; the kernels decide whether they may send (device/host_read.py).
+        beside = flight.begin()
+        ahead = flight.receive_ahead(beside) if reads and not split and not request.refused else None
+        if ahead is not None and later:
+            made = flight.sent(landing.room_ahead(ctx, ahead[1]), ahead[0])
+            made.settle = partial(_settle, ctx, flight, *ahead)
+        elif reads:
+            made = flight.read_and_receive(ahead, beside)
+        else:
+            made = flight.receive(known_arrivals(ctx, request, placement), beside)
+        if not split:
+            ctx.poll_status()
+        return made
 
 
 @reports_failure("dispatch", begun=True)
@@ -153,7 +137,7 @@ class Flight(Generic[Received]):
     entries: torch.Tensor
     placement: torch.Tensor
     forward: torch.Tensor | None
-    counted: repeated.Counted | None
+    counted: Counted | None
     known: repeated.RepeatedDispatch | repeated.NotedDispatch | None
     tensors: Sequence[torch.Tensor]
 
@@ -163,11 +147,14 @@ class Flight(Generic[Received]):
         ids, weights = self.request.ids, self.request.weights
         return weights is not None or (isinstance(ids, RoutingMap) and ids.probs is not None)
 
-    def pieces(self) -> repeated.Counted:
+    def pieces(self) -> Counted:
         """`counted`, also after a `Repeat`."""
         if self.counted is None:
-            assert isinstance(self.known, repeated.RepeatedDispatch)
-            self.counted = self.known.counted(self.request, self.rows, self.entries, self.placement)
+            assert isinstance(self.known, repeated.RepeatedDispatch), "the steps have counted otherwise"
+            routing = routing_ops.prepare(self.ctx, self.request.ids, self.request.weights)
+            routing = routing._replace(entries=self.entries)
+            own = _own_rows(self.ctx, self.rows, routing, self.known.in_place)
+            self.counted = Counted(self.rows, routing, self.placement, own)
         return self.counted
 
     def begin(self) -> dispatch_ops.Beside | None:
@@ -279,7 +266,7 @@ class Flight(Generic[Received]):
     def sent(self, arrivals: Arrivals, received: Received, receive: Callable[[], None] | None = None) -> Sent[Received]:
         """The dispatch as `dispatch` returns it."""
         cfg, deduplicated = self.ctx.config, self.landing.deduplicated
-        desc = EPAllToAllLayoutDesc.made(
+        desc = made_desc(
             num_dispatch_token_cur_rank=self.rows.data.shape[0],
             num_recv_rows=arrivals.num_rows,
             entries=self.entries,
@@ -305,14 +292,19 @@ def count(
     split: bool,
     reads: bool,
     fmt: RowFormat,
-) -> repeated.Counted:
+) -> Counted:
     """The first steps, until the counts of all ranks are exchanged."""
     rows, whole = dispatch_ops.to_send(ctx, fmt, request.rows)
     routing, placement = preprocess(ctx, request, rows, landing, reads)
     # Rows that the caller lays out later may have changed until then.
-    in_place = whole and not split
+    return Counted(rows, routing, placement, _own_rows(ctx, rows, routing, int(whole and not split)))
+
+
+def _own_rows(
+    ctx: DispatchCombineContext, rows: Rows, routing: routing_ops.Routing, in_place: int
+) -> routing_ops.OwnRows:
     given = (rows.data.view(torch.uint8) if INTERPRETING else rows.data) if in_place else ctx.no_bytes
-    return repeated.Counted(rows, routing, placement, routing_ops.OwnRows(given, routing.own_tokens, int(in_place)))
+    return routing_ops.OwnRows(given, routing.own_tokens, in_place)
 
 
 def preprocess(
@@ -440,29 +432,11 @@ def combine(
     elif split:
         out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases, out)
     else:  # the halves overlap
-        out, receive = _combined(ctx, y, weights, desc, biases, out), _no_more
+        out = repeated_combine.combine(ctx, Outputs(y, weights, desc, biases, out))
+        receive = _no_more
     if not split:
         ctx.poll_status()
     return out, receive
-
-
-def _combined(
-    ctx: DispatchCombineContext,
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    desc: EPAllToAllLayoutDesc,
-    biases: tuple[torch.Tensor, ...],
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """The sums of a combine, both halves of which have been launched."""
-    known = repeated_combine.find(ctx, y, weights, desc, biases, out)
-    if isinstance(known, repeated_combine.RepeatedCombine):
-        return known.run(ctx, y, weights, desc, biases, out)
-    with known or _NOT_NOTED:
-        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases, out=out)
-        if known is not None:
-            known.end(y, weights, desc, biases, out)
-    return out
 
 
 @reports_failure("combine", begun=True)

@@ -38,7 +38,7 @@ def repeat(
     Returns None if that would not be the same: launches on other streams, tensors that overlap a changing one without
     being at its start, or that have no memory, kernels that look at each launch.
     """
-    scope: dict[str, Any] = {"stream": _raw_stream, "device": None if INTERPRETING else torch.cuda.current_device()}
+    scope: dict[str, Any] = {"stream": raw_stream, "device": None if INTERPRETING else torch.cuda.current_device()}
     given = [*tensors, *dict.fromkeys(numbers.values())]
     lines = [f"def again({', '.join(given)}):"]
     if not INTERPRETING:
@@ -55,7 +55,8 @@ def repeat(
     return made
 
 
-def _raw_stream(device: int) -> int:
+def raw_stream(device: int) -> int:
+    """Address of the current stream. Its public counterparts take microseconds."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
