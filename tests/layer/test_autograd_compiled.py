@@ -176,6 +176,46 @@ def test_a_layer_compiles_into_one_graph(run_ranks, nodes, ranks_per_node, cases
     run_ranks(_check_compiled, nodes, ranks_per_node, cases)
 
 
+def _check_between_graphs(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    torch._dynamo.reset()
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        autograd.enter(layer)
+        device = current_heap().device
+        scale = torch.full((), 0.5, dtype=case.dtype, device=device, requires_grad=True)
+
+        def step(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            recv_x, recv_weights, desc = autograd.dispatch(layer, x * scale, topk_idx, weights)
+            in_use = torch.arange(recv_x.shape[0], device=device) < desc.expert_offsets[-1]
+            rows = torch.where(in_use.unsqueeze(1), recv_x, 0.0)
+            return autograd.combine(layer, torch.nn.functional.silu(rows), desc, recv_weights) + x
+
+        compiled = torch.compile(step, mode="reduce-overhead")
+        for seed in range(5):
+            work = workloads(case, layer.config.world_size, seed)[rank]
+            x, topk_idx, weights = (t.to(device) for t in (work.x, work.topk_idx, work.topk_weights))
+            results = []
+            for function in (step, compiled):
+                torch.compiler.cudagraph_mark_step_begin()
+                leaves = x.clone().requires_grad_(), weights.clone().requires_grad_(), scale
+                with torch._inductor.config.patch(compile_threads=1):
+                    out = function(leaves[0], topk_idx, leaves[1])
+                    grads = torch.autograd.grad(out.float().square().sum(), leaves)
+                results.append([each.clone() for each in (out.detach(), *grads)])
+            for name, eager, traced in zip(("out", "dx", "dweights", "dscale"), *results, strict=True):
+                assert _noise_db(traced, eager) > 80, name
+        layer.check()
+
+
+@pytest.mark.plain
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("static, local_combine", [(False, False), (True, False), (True, True)])
+def test_a_layer_runs_between_the_graphs_of_torch_compile(run_ranks, nodes, ranks_per_node, static, local_combine):
+    """mode="reduce-overhead" captures what lies around dispatch and combine, forward and backward."""
+    case = replace(COMPILED, static=static, local_combine=local_combine)
+    run_ranks(_check_between_graphs, nodes, ranks_per_node, case)
+
+
 # --- CUDA graphs ----------------------------------------------------------------------------------------
 
 

@@ -219,6 +219,80 @@ def test_low_latency_has_no_gradient_when_compiled_either(run_ranks):
     run_ranks(_decode, 1, 1)
 
 
+def _counted(compiled: Any, model: _Model) -> Any:
+    """Calls `compiled`; returns the result and how often the op of the model's layer ran on the host meanwhile."""
+    experts, calls = model.layers[0].experts, []
+    plain = experts.check_parameters
+    experts.check_parameters = _counting(plain, calls)
+    torch.compiler.cudagraph_mark_step_begin()
+    try:
+        with torch._inductor.config.patch(compile_threads=1):
+            found = compiled()
+    finally:
+        experts.check_parameters = plain
+    return found, len(calls)
+
+
+def _trained_with_graphs(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model = _Model(4, options)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x = _x(rank, TOKENS, step)
+        found, calls = _counted(lambda x=x: [each.clone() for each in _step(compiled, model.parameters(), x)], model)
+        assert calls == 1
+        wanted = _step(model, model.parameters(), x)
+        _same(found, wanted)
+        for parameter, grad in zip(model.parameters(), wanted[2:], strict=True):
+            parameter.grad = grad
+        optimizer.step()  # a graph would go on with the quantised copies of the old weights
+        with torch.no_grad():
+            found, calls = _counted(lambda x=x: compiled(x).clone(), model)
+            assert calls == 1
+            _same([found], [model(x)])
+    model.layers[0].check()
+    finalize_exchanges()
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capacity": 2.0}, {"payload": "mxfp8"}, {"payload": "mxfp8", "capacity": 2.0}],
+    ids=("exact", "static", "mxfp8", "mxfp8-static"),
+)
+def test_modules_run_between_the_graphs_of_torch_compile(run_ranks, options):
+    """mode="reduce-overhead" captures what lies around a module, training and without gradients, weights changing."""
+    run_ranks(_trained_with_graphs, 1, RANKS, options)
+
+
+def _decoded_in_graphs(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model = _Model(5, {"low_latency": True, **options})
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.no_grad():
+        if "payload" in options:
+            with pytest.raises(InputError, match=r"missing, and .* warmed up by torch.compile"):
+                _counted(lambda: compiled(_x(rank, TOKENS)), model)
+            model(_x(rank, TOKENS))
+        for step in range(6):
+            x = _x(rank, TOKENS, step)
+            found, calls = _counted(lambda x=x: compiled(x).clone(), model)
+            assert calls == (step < 2), "warmed up, captured, then replayed"
+            _same([found], [model(x)])
+    model.layers[0].check()
+    finalize_exchanges()
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize(
+    "options", [{}, {"separate": True}, {"payload": "mxfp8"}], ids=("bf16", "bf16-separate", "mxfp8")
+)
+def test_low_latency_runs_in_the_graphs_of_torch_compile(run_ranks, options):
+    """No call on the host after the capture; quantised weights must be prepared before."""
+    run_ranks(_decoded_in_graphs, 1, RANKS, options)
+
+
 def _replaced(moe: MoE, name: str, value: torch.Tensor) -> None:
     setattr(moe.experts, name, torch.nn.Parameter(value, requires_grad=False))
 

@@ -22,6 +22,9 @@ from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 
+BETWEEN_GRAPHS = (torch.Tag.cudagraph_unsafe,)
+"""Tags of ops that torch.compile's mode "reduce-overhead" runs between its CUDA graphs, not in them. Hosts of exact
+dispatches wait for counts, and layers keep memory between calls, which those graphs do not allow."""
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
 """Layers by key, as weak references; `triton_ep.autograd.enter` and `leave` change this table."""
 
@@ -100,6 +103,7 @@ def _plain(rows: torch.Tensor) -> torch.Tensor:
     mutates_args=(),
     schema="(Tensor x, Tensor? scale, Tensor topk_idx, Tensor? weights, bool want_slots, int layer) -> (Tensor, "
     "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=BETWEEN_GRAPHS,
 )
 def _dispatch(
     x: torch.Tensor,
@@ -172,6 +176,7 @@ def _fake_rows(like: Any, owner: EPAll2AllLayer, rows: Any) -> tuple[torch.Tenso
     mutates_args=(),
     schema="(Tensor grad_rows, Tensor? grad_weights, Tensor slots, Tensor[] desc, bool want_x, int layer) "
     "-> (Tensor, Tensor)",
+    tags=BETWEEN_GRAPHS,
 )
 def _dispatch_backward(
     grad_rows: torch.Tensor,
@@ -280,6 +285,7 @@ def let_compile() -> None:
     "triton_ep::combine",
     mutates_args=(),
     schema="(Tensor y, Tensor? weights, Tensor[] desc, SymInt num_rows, int layer) -> Tensor",
+    tags=BETWEEN_GRAPHS,
 )
 def _combine(
     y: torch.Tensor, weights: torch.Tensor | None, desc: list[torch.Tensor], num_rows: int, layer: int
@@ -300,6 +306,7 @@ def _(y: Any, weights: Any, desc: Any, num_rows: Any, layer: int) -> torch.Tenso
     "triton_ep::combine_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor entries, Tensor placement, SymInt num_rows, int layer) -> (Tensor, Tensor)",
+    tags=BETWEEN_GRAPHS,
 )
 def _combine_backward(
     grad: torch.Tensor, entries: torch.Tensor, placement: torch.Tensor, num_rows: int, layer: int

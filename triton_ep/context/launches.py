@@ -10,6 +10,7 @@ import torch
 from triton_ep.context.rows import RowFormat, RowFormats
 from triton_ep.kernels.device import codes
 from triton_ep.runtime.cubins import Aot
+from triton_ep.runtime.graphs import owns_memory
 from triton_ep.runtime.launch import Launcher
 from triton_ep.runtime.plans import Plan
 
@@ -67,7 +68,7 @@ class Launches:
         found = self._scratch.get(name)
         if found is None:
             found = torch.empty(length, dtype=dtype, device=self._device)
-            if not self._is_capturing:
+            if not owns_memory(self._device):
                 self._scratch[name] = found
         return found
 
@@ -82,7 +83,7 @@ class Launches:
         table = self._identity_rows
         if table.shape[0] < num_rows:
             table = torch.arange(max(num_rows, most), dtype=torch.int32, device=self._device).unsqueeze(1)
-            if not self._is_capturing:
+            if not owns_memory(self._device):
                 self._identity_rows = table
         return table[:num_rows]
 
@@ -92,11 +93,6 @@ class Launches:
         if kept_rows != num_rows or table.shape[0] != num_staged:
             table = torch.arange(num_staged, dtype=torch.int32, device=self._device).unsqueeze(1)
             table[num_rows:] = -1
-            if not self._is_capturing:
+            if not owns_memory(self._device):
                 self._limited_rows = num_rows, table
         return table
-
-    @property
-    def _is_capturing(self) -> bool:
-        """Whether a CUDA graph is captured; memory allocated then belongs to that graph."""
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.nn.expert_block import ExpertBlock, Rows, Saved
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.prepared import invalidate_after_steps, origin_of, storage_of
+from triton_ep.runtime.graphs import owns_memory
 
 
 class Joined:
@@ -56,7 +57,7 @@ class Joined:
 
     @torch.no_grad()  # leaving inference mode turns gradients on
     def _values(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if owns_memory(first.device):
             return torch.cat([first, second], 1)
         both = self._both
         if both is None or (both.dtype, both.device) != (first.dtype, first.device):

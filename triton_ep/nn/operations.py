@@ -2,20 +2,21 @@
 
 Dispatch, experts and combine are one op forward, `torch.ops.triton_ep.moe.default` for the policies of selective
 checkpoints, and one op backward. The saved tensors are outputs of the forward op. Exchange and experts are found by
-integer keys, in tables that hold them weakly.
+integer keys, in tables that hold them weakly. Low-latency modules have an op of their own, `triton_ep::moe_decode`,
+which torch.compile may capture in its CUDA graphs; the others run between these graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from triton_ep.autograd.operations import layer_of, make_descriptor
+from triton_ep.autograd.operations import BETWEEN_GRAPHS, layer_of, make_descriptor
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import entry_fields
 from triton_ep.errors import EPError, InputError, StaleHandleError
@@ -68,8 +69,11 @@ def moe(
         return refused(layer, x, message=_MXTENSORS)
     needs = [param.requires_grad for param in params]
     keep = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad or any(needs))
-    key = layer.context.layer_id
-    out: torch.Tensor = torch.ops.triton_ep.moe(x, topk_idx, topk_weights, params, keep, needs, key, experts.key)[0]
+    key, out = layer.context.layer_id, x
+    if layer.config.low_latency and not keep:
+        out = torch.ops.triton_ep.moe_decode(x, topk_idx, topk_weights, params, key, experts.key)
+    else:
+        out = torch.ops.triton_ep.moe(x, topk_idx, topk_weights, params, keep, needs, key, experts.key)[0]
     return out
 
 
@@ -104,6 +108,7 @@ def _block(layer: int, experts: int) -> tuple[Any, MoEBlock, Exchange]:
     "triton_ep::refuse",
     mutates_args=(),
     schema="(Tensor x, Tensor? topk_idx, Tensor? topk_weights, str message, int layer, int moe) -> Tensor",
+    tags=BETWEEN_GRAPHS,
 )
 def _refuse(
     x: torch.Tensor,
@@ -132,11 +137,42 @@ _refuse.register_autograd(lambda ctx, grad: (grad, None, None, None, None, None)
 # --- forward --------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Give arguments in errors the names that callers of modules know."""
+    try:
+        yield
+    except InputError as error:
+        error.with_names(NAMES)
+        raise
+
+
+def _check(
+    owner: Any,
+    layer: EPAll2AllLayer,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    params: list[torch.Tensor],
+    keep: bool = False,
+) -> None:
+    """Check the arguments of an op, and tell the other ranks if this one refuses them. given: x, ids and weights."""
+    device = layer.context.device
+    try:
+        check_dispatch(layer.config, device, *given, None)
+        owner.check_parameters(params, device)
+        if layer.config.low_latency and keep:
+            raise InputError(NO_GRADIENT)
+    except Exception:
+        with contextlib.suppress(EPError):
+            layer.refuse()
+        raise
+
+
 @torch.library.custom_op(
     "triton_ep::moe",
     mutates_args=(),
     schema="(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] params, bool keep, bool[] needs, int layer, "
     "int experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=BETWEEN_GRAPHS,
 )
 def _moe(
     x: torch.Tensor,
@@ -150,34 +186,44 @@ def _moe(
 ) -> tuple[torch.Tensor, ...]:
     """The result and, if `keep`, the tensors that `_moe_backward` needs; absent ones are empty tensors."""
     owner, block, exchange = _block(layer, experts)
-    cfg, device = exchange.layer.config, exchange.layer.context.device
-    try:
-        check_dispatch(cfg, device, x, topk_idx, topk_weights, None)
-        owner.check_parameters(params, device)
-        if cfg.low_latency and keep:
-            raise InputError(NO_GRADIENT)
-    except Exception as error:
-        with contextlib.suppress(EPError):
-            exchange.layer.refuse()
-        if isinstance(error, InputError):
-            error.with_names(NAMES)
-        raise
-    try:
+    with _own_names():
+        _check(owner, exchange.layer, (x, topk_idx, topk_weights), params, keep)
         with torch.no_grad():
             joined = list(owner.joined(params))
             if keep and owner.joined_needs(needs)[0]:
                 joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
-            if cfg.low_latency:
-                out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
-                kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
-            else:
-                out, desc, saved = block._forward(x, topk_idx, topk_weights, joined, keep=keep)
-                kept = _kept(exchange.layer, desc, saved) if keep else [x.new_empty(0) for _ in range(_NUM_SAVED)]
-    except InputError as error:
-        error.with_names(NAMES)
-        raise
+            out, desc, saved = block._forward(x, topk_idx, topk_weights, joined, keep=keep)
+            kept = _kept(exchange.layer, desc, saved) if keep else [x.new_empty(0) for _ in range(_NUM_SAVED)]
     exchange.watch_overflow()
     return out, *kept
+
+
+@torch.library.custom_op(
+    "triton_ep::moe_decode",
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] params, int layer, int experts) -> Tensor",
+)
+def _moe_decode(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    params: list[torch.Tensor],
+    layer: int,
+    experts: int,
+) -> torch.Tensor:
+    """The result of a low-latency module. Nothing that a call allocates outlives it."""
+    owner, _, exchange = _block(layer, experts)
+    with _own_names():
+        _check(owner, exchange.layer, (x, topk_idx, topk_weights), params)
+        with torch.no_grad():
+            out: torch.Tensor = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, owner.joined(params))
+    exchange.watch_overflow()
+    return out
+
+
+@_moe_decode.register_fake
+def _(x: Any, topk_idx: Any, topk_weights: Any, params: Any, layer: int, experts: int) -> Any:
+    return x.new_empty(x.shape)
 
 
 def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, Any]) -> list[torch.Tensor]:
@@ -258,6 +304,7 @@ def _(x: Any, idx: Any, weights: Any, params: Any, keep: bool, needs: Any, layer
     "triton_ep::moe_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor[] kept, Tensor[] params, bool[] needs, int layer, int experts) -> Tensor[]",
+    tags=BETWEEN_GRAPHS,
 )
 def _moe_backward(
     grad: torch.Tensor,

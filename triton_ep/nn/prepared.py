@@ -14,6 +14,7 @@ from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.prepare import prepare_weights
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.runtime.graphs import owns_memory
 
 PREPARED = ("both", "fprop", "none")
 PRECISIONS = ("default", "fast", "exact")
@@ -45,9 +46,9 @@ class PreparedWeights:
     storage is another, and after a step of any torch optimizer, because FSDP's all-gather and writes to `.data` do not
     move the counter. Other code that changes weights without moving the counter must call `invalidate`.
 
-    A capture raises an error if a copy is missing or out of date, because replays would not update it: run a step
-    first. If weights change between replays, call `refresh` before the next replay; a graph that contains the
-    optimizer's step itself needs prepared="none".
+    A capture, or torch.compile's warm-up for one, raises an error if a copy is missing or out of date, because replays
+    would not update it: run a step first. If weights change between replays, call `refresh` before the next replay; a
+    graph that contains the optimizer's step itself needs prepared="none".
 
     Arguments:
         prepared: "both": keep copies for both products, 2 bytes per weight; "fprop": compute copies for "dgrad" in
@@ -98,11 +99,12 @@ class PreparedWeights:
         kept = self._kept.get(key)
         if kept is not None and kept.made_of == made_of:
             return kept.copy
-        if _is_capturing(weight.device):
+        if owns_memory(weight.device):
             state = "missing" if kept is None else "out of date"
             raise InputError(
                 f"the copy of a weight {list(weight.shape)} for {use} is {state}, and a CUDA graph is being captured, "
-                'whose replays would not make it. Run a step before the capture, or refresh, or choose prepared="none".'
+                "or warmed up by torch.compile, whose replays would not make it. Run a step before that, without "
+                'torch.compile, or refresh, or choose prepared="none".'
             )
         uses = [each for each in USES if each == use or self._is_stale((key[0], each), made_of)]
         old = {each: self._kept[key[0], each].copy for each in uses if (key[0], each) in self._kept}
@@ -157,10 +159,6 @@ def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
     """Whether the copy has the device and the shape of a copy of this weight."""
     transposed = isinstance(copy, RowScaled) and use == "dgrad"
     return copy.device == weight.device and copy.shape == (weight.transpose(1, 2) if transposed else weight).shape
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def storage_of(weight: torch.Tensor) -> StorageWeakRef:
