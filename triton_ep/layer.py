@@ -795,12 +795,16 @@ class EPAll2AllLayer:
         multiprocessor before those of other streams. None on the CPU."""
         return self._comm.stream
 
-    def on_comm_stream(self, call: Callable[[], _Result], arguments: tuple[object, ...]) -> tuple[_Result, EPEvent]:
+    def on_comm_stream(
+        self, call: Callable[[], _Result], arguments: tuple[object, ...], previous_event: EPEvent | None = None
+    ) -> tuple[_Result, EPEvent]:
         """Run `call` on `comm_stream`, after the work of the current stream; return its result and end event.
 
-        arguments: everything that the call reads. The caller may drop these tensors on the current stream at once.
+        arguments: everything that the call reads. The caller may drop these tensors on the current stream at once, all
+            others after that stream has waited for the end.
+        previous_event: the event to wait for in place of the current stream.
         """
-        return self._comm.run(call, arguments, None)
+        return self._comm.run(call, arguments, previous_event)
 
     @property
     def overflow_total(self) -> int:

@@ -177,7 +177,7 @@ def test_capture_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured graphs read up-to-date copies; stale ones are refused, because a replay would not rebuild them."""
     weight, prepared = _weight(), PreparedWeights()
     kept = prepared.get(weight, "fprop")
-    monkeypatch.setattr(module, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(module, "owns_memory", lambda _: True)
     assert prepared.get(weight, "fprop") is kept
     with pytest.raises(InputError, match="missing"):
         prepared.get(weight, "dgrad")

@@ -196,9 +196,12 @@ class MoEBlock:
         # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
         start = EPEvent.record()
         self._of_experts(work)
-        *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
+        # The caller holds what is given until this stream has waited, so the allocator need not know of the other
+        # stream; and it must not, because graphs of torch.compile refuse memory that another stream has used.
+        (rows, row_weights, desc), arrived = self.layer.on_comm_stream(
+            lambda: self.layer.dispatch(*given, landing=self.landing), (), start
+        )
         arrived.current_stream_wait()
-        rows, row_weights, desc = found
         return Ahead(rows, row_weights, desc)
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
