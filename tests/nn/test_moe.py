@@ -286,6 +286,9 @@ def _refused(rank: int, nodes: int, ranks_per_node: int, capacity: float | None)
             else:
                 with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
                     call(**routed)
+        for transform in (torch.func.vmap(moe), torch.func.grad(lambda x: moe(x).float().sum())):
+            with pytest.raises(InputError, match=r"inside a transform of torch\.func"):
+                transform(x)
         assert torch.equal(call(**routed), want), "the module still works after all errors"
         kept = moe.experts.w2
         if rank == 1:

@@ -283,20 +283,28 @@ def test_torch_without_meshes_per_parameter_is_named(monkeypatch):
 def _autocast(rank: int, nodes: int, ranks_per_node: int) -> None:
     device = current_heap().device
     found = []
-    for enabled in (False, True):
+    for enabled, given in ((False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)):
         model = _Model(4)
         x, ids, weights = (each.to(device) for each in _batch(rank))
         x = x.bfloat16().float().requires_grad_()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
-            y = model.moe(x.bfloat16(), topk_idx=ids, topk_weights=weights)
+            y = model.moe(x.to(given), topk_idx=ids, topk_weights=weights)
         y.float().square().sum().backward()
         found.append((y.detach(), x.grad, model.moe.experts.w13.grad, model.moe.experts.w2.grad))
-    for plain, cast in zip(*found, strict=True):
-        assert plain.dtype == cast.dtype
-        assert torch.equal(plain, cast)
+    for plain, *others in zip(*found, strict=True):
+        for cast in others:
+            assert plain.dtype == cast.dtype
+            assert torch.equal(plain, cast)
+    for dtype, enabled in ((torch.bfloat16, False), (torch.float16, True)):
+        with (
+            torch.autocast(device.type, dtype=dtype, enabled=enabled),
+            pytest.raises(InputError, match=r"x must be torch\.bfloat16, got torch\.float32"),
+        ):
+            model.moe(x, topk_idx=ids, topk_weights=weights)
     finalize_exchanges()
 
 
-def test_autocast_changes_nothing(run_ranks):
-    """The payload alone decides the dtype in which a MoE module computes."""
+def test_autocast_casts_tokens_alone(run_ranks):
+    """The payload alone decides the dtype in which a MoE module computes; autocast to bf16 casts x, as for a linear
+    layer. Without it, or with another dtype, other tokens are refused."""
     run_ranks(_autocast, 1, 2)

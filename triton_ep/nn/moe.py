@@ -195,7 +195,8 @@ class MoE(nn.Module):
         """For every token of x, the weighted sum of its experts' outputs. Collective.
 
         Arguments:
-            x: [..., H] of the module's dtype, on its device.
+            x: [..., H] of the module's dtype, on its device. Under torch.autocast to that dtype also float32 or
+                float16, which is cast first, as by a linear layer.
             topk_idx: [..., K] int32 or int64, -1 = dropped; None: the router decides.
             topk_weights: [..., K] floating-point, with topk_idx; used as float32.
 
@@ -213,6 +214,13 @@ class MoE(nn.Module):
         """
         if self.last_aux is not None:  # setting attributes of modules takes long
             self.last_aux = None  # it may hold the previous step's autograd graph
+        if torch._C._are_functorch_transforms_active():  # nothing could be sent to tell the other ranks
+            raise InputError(
+                "a MoE module was called inside a transform of torch.func (grad, vmap, jvp), which no exchange between "
+                "ranks goes through. Take gradients by torch.autograd, and batches as leading dimensions of x."
+            )
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+            x = _under_autocast(x)
         if torch.compiler.is_compiling():
             return self._traced(x, topk_idx, topk_weights)
         exchange = self._connection.exchange
@@ -381,6 +389,16 @@ def _kind(given: Any, fits: Callable[[Any], bool]) -> Any:
 def _default_device() -> torch.device:
     default = torch.get_default_device()
     return default if default.type == "meta" else current_heap().device
+
+
+def _under_autocast(x: Any) -> Any:
+    """x as torch.autocast to bfloat16 gives it to products. Outside of that, and if it cannot, unchanged: it is refused
+    where the other ranks are told."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.float16):
+        return x
+    device = x.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.to(torch.bfloat16) if casts and torch.get_autocast_dtype(device) == torch.bfloat16 else x
 
 
 def _in_rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
