@@ -168,3 +168,25 @@ def _check_training(rank: int, nodes: int, ranks_per_node: int, payload: str | N
 def test_a_whole_step_with_its_optimizer_is_replayed(run_ranks, payload):
     """Training steps with and without a graph, on the CPU with and without kept copies: the same weights."""
     run_ranks(_check_training, 1, RANKS, payload)
+
+
+def _check_callables(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:
+    step = _Step(rank, {"payload": payload})
+    wanted = []
+    for seed in range(3):
+        step.load(seed)
+        wanted.append(step.eager())
+    if step.device.type == "cuda":
+        torch.cuda.make_graphed_callables(step.moe, (torch.randn_like(step.x).requires_grad_(),))
+    for seed in (2, 0, 1):
+        step.load(seed)
+        assert all(map(torch.equal, step.eager(), wanted[seed]))
+    step.moe.check()
+    finalize_exchanges()
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_torch_makes_graphed_callables_of_a_module(run_ranks, payload):
+    """One graph for each direction, bit-identical to eager steps."""
+    run_ranks(_check_callables, 1, RANKS, payload)
