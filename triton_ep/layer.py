@@ -798,11 +798,8 @@ class EPAll2AllLayer:
     def on_comm_stream(
         self, call: Callable[[], _Result], arguments: tuple[object, ...], previous_event: EPEvent | None = None
     ) -> tuple[_Result, EPEvent]:
-        """Run `call` on `comm_stream`, after the work of the current stream; return its result and end event.
-
-        arguments: everything that the call reads. The caller may drop these tensors on the current stream at once, all
-            others after that stream has waited for the end.
-        previous_event: the event to wait for in place of the current stream.
+        """Run `call` on `comm_stream`, after the work of the current stream or `previous_event`; return its result and
+        end event. arguments: all that it reads and the caller may drop before the current stream waits for the end.
         """
         return self._comm.run(call, arguments, previous_event)
 
