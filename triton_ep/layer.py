@@ -22,7 +22,7 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
-from triton_ep.context.records import read_reports
+from triton_ep.context.records import Reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
 from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks, landings, refusals, steps
@@ -844,7 +844,7 @@ class EPAll2AllLayer:
         unread, ctx.unread = ctx.unread, None
         if unread is not None:
             words = unread[: codes.REPORT_WORDS * self.config.world_size].tolist()
-            checks.raise_for_ranks(self.config, read_reports(words, self.config.world_size))
+            checks.raise_for_ranks(self.config, Reports(words, self.config.world_size))
         if self.config.recv_capacity is not None:
             self.warn_of_overflow()
 

@@ -18,7 +18,7 @@ from triton_ep import ConfigError
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.layout import Sizes, rows_of_sums, sizes_of
 from triton_ep.context.memory import SymmetricBuffers
-from triton_ep.context.records import Report, read_reports
+from triton_ep.context.records import Report, Reports
 from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
 from triton_ep.exchange import checks
@@ -400,7 +400,8 @@ def _made_up(draw: random.Random, num_ranks: int) -> list[Report]:
     return reports
 
 
-def _hosts_go_on(ctx: DispatchCombineContext, landing: object, reports: list[Report]) -> bool:
+def _hosts_go_on(ctx: DispatchCombineContext, landing: object, made: list[Report]) -> bool:
+    reports = Reports([word for report in made for word in report], len(made))
     try:
         checks.raise_for_ranks(ctx.config, reports)
     except EPError:
@@ -417,7 +418,7 @@ def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: 
         for landing in (ExpertMajor(), Deduplicated()):
             made = [_made_up(draw, num_ranks) for _ in range(num_cases)]
             words = torch.tensor(made, dtype=torch.int32)
-            assert read_reports(words[0].flatten().tolist(), num_ranks) == made[0]
+            assert list(Reports(words[0].flatten().tolist(), num_ranks)) == made[0]
             held = torch.full((num_cases,), -1, dtype=torch.int32, device=DEVICE)
             state = torch.zeros(64, dtype=torch.int64, device=DEVICE)
             of_case = num_ranks * codes.REPORT_WORDS

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.layer.cases import Case, dispatch_and_check, make_layer, workloads
 from triton_ep import EPAll2AllLayer
 from triton_ep.context.layout import rows_of_sums
-from triton_ep.context.records import Report, read_reports
+from triton_ep.context.records import Report, Reports
 from triton_ep.distributed import current_heap
 from triton_ep.kernels.device import codes
 
@@ -20,7 +20,7 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
     _, _, desc = layer.dispatch(x, ids, torch.ones(ids.shape, device=device))
     if rank == 1:
         word = codes.HOST_WEIGHTS | codes.HOST_READS
-        assert read_reports(desc.report.flatten().tolist(), 2) == [
+        assert list(Reports(desc.report.flatten().tolist(), 2)) == [
             Report(2, 2, 3, 0, 0, word, 3, 2),
             Report(3, 3, 2, 0, 0, word, 2, 1),
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from triton_ep.kernels.device.codes import (
@@ -70,6 +70,36 @@ class Report(NamedTuple):
         return max(self.bad_id - NEEDED_TOPK, 0)
 
 
-def read_reports(words: Sequence[int], num_ranks: int) -> list[Report]:
-    """The reports of all ranks. words: at least the first W * REPORT_WORDS words of `placement`."""
-    return [Report(*words[at : at + REPORT_WORDS]) for at in range(0, num_ranks * REPORT_WORDS, REPORT_WORDS)]
+class Reports:
+    """The reports of all ranks, in order. Hosts look at columns: with many ranks a `Report` of each takes longer than
+    all else that a host does with them.
+
+    Args:
+        words: at least the first W * REPORT_WORDS words of `placement`.
+        num_ranks: W.
+    """
+
+    __slots__ = ("_end", "_words")
+
+    def __init__(self, words: list[int], num_ranks: int) -> None:
+        self._words, self._end = words, num_ranks * REPORT_WORDS
+
+    def __len__(self) -> int:
+        return self._end // REPORT_WORDS
+
+    def __getitem__(self, rank: int) -> Report:
+        at = range(0, self._end, REPORT_WORDS)[rank]
+        return Report(*self._words[at : at + REPORT_WORDS])
+
+    def __iter__(self) -> Iterator[Report]:
+        return map(self.__getitem__, range(len(self)))
+
+    def column(self, field: int) -> list[int]:
+        """A field of every rank, by its number."""
+        return self._words[field : self._end : REPORT_WORDS]
+
+
+ROWS, ARRIVALS, BAD_ENTRY, HOST_WORD, SUMS, ARRIVALS_HERE = map(
+    Report._fields.index, ("rows", "arrivals", "bad_entry", "host_word", "sums", "arrivals_here")
+)
+"""Numbers of fields, for `Reports.column`."""

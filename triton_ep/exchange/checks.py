@@ -6,7 +6,7 @@ Parameters have the types that callers promise; a check of the type itself takes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
@@ -16,9 +16,9 @@ from triton_ep.context.calls import dispatch_name, of_calls
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.overlap import EPEvent
-from triton_ep.context.records import Report
+from triton_ep.context.records import BAD_ENTRY, HOST_WORD, Reports
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, StaleHandleError
-from triton_ep.kernels.device.codes import HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.runtime.plans.layers import LANDINGS
 
@@ -45,7 +45,7 @@ def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     return checked
 
 
-def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
+def raise_for_ranks(cfg: EPConfig, reports: Reports) -> None:
     """Raise the errors that the splits exchange reported about the arguments of any rank; the same on all ranks.
 
     reports: one report of each of the W ranks.
@@ -56,9 +56,9 @@ def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
         InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
         CallMismatch: ranks are in different calls.
     """
-    first = reports[0]
-    alike = all(report.host_word == first.host_word and not report.bad_entry for report in reports)
-    if alike and not first.is_rejected and not first.has_bad_scatter:
+    words = reports.column(HOST_WORD)
+    alike = words.count(words[0]) == len(words) and not any(reports.column(BAD_ENTRY))
+    if alike and not words[0] & (HOST_REJECTED | HOST_SCATTER):
         return
     _raise_for_capacity(cfg, reports)
     for rank, report in enumerate(reports):
@@ -97,7 +97,7 @@ def _reported(bad_id: int) -> str:
     return f"{bad_id} or {'more' if bad_id > 0 else 'less'}"
 
 
-def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
+def _raise_for_capacity(cfg: EPConfig, reports: Reports) -> None:
     """Raise CapacityError if a rank needs a larger layer.
 
     A rank that has too many tokens rejects its arguments and reports its number of tokens. A token with more experts

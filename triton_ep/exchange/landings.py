@@ -9,7 +9,7 @@ allocates them, and copies the staging rows into them. Low-latency layers always
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
@@ -21,7 +21,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
 from triton_ep.context.layout import Sizes
 from triton_ep.context.overlap import EPEvent
-from triton_ep.context.records import Report
+from triton_ep.context.records import ARRIVALS, ROWS, SUMS, Report, Reports
 from triton_ep.context.rows import RowFormat
 from triton_ep.exchange.request import Arrivals, Received, Sent
 from triton_ep.mx.tensor import MXTensor
@@ -51,7 +51,7 @@ class Landing(ABC, Generic[Received]):
         """Rows that the rank of this report receives."""
 
     @abstractmethod
-    def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
+    def room(self, config: EPConfig, reports: Reports) -> tuple[int, int]:
         """Staging rows, and rows that combine reads, for which all ranks must have room."""
 
     @abstractmethod
@@ -109,10 +109,9 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         """Output rows, padding included."""
         return report.rows
 
-    def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
+    def room(self, config: EPConfig, reports: Reports) -> tuple[int, int]:
         """With local combine, combine reads sums, else the output rows."""
-        staged = max(report.arrivals for report in reports)
-        return staged, max(report.sums if config.enable_local_combine else report.rows for report in reports)
+        return max(reports.column(ARRIVALS)), max(reports.column(SUMS if config.enable_local_combine else ROWS))
 
     def limits(self, sizes: Sizes) -> tuple[int, int, int]:
         """As `room`."""
@@ -203,9 +202,9 @@ class Deduplicated(Landing[compact_ops.Compact]):
         """Staging rows."""
         return report.arrivals
 
-    def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
+    def room(self, config: EPConfig, reports: Reports) -> tuple[int, int]:
         """Combine reads sums. Without local combine the buffer may also be lent, for as many rows as arrive."""
-        staged, sums = max(report.arrivals for report in reports), max(report.sums for report in reports)
+        staged, sums = max(reports.column(ARRIVALS)), max(reports.column(SUMS))
         return staged, sums if config.enable_local_combine else max(sums, staged)
 
     def limits(self, sizes: Sizes) -> tuple[int, int, int]:

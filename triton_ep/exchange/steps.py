@@ -21,7 +21,7 @@ from triton_ep.context.context import MOST_WASTED, DispatchCombineContext, repor
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc, made_desc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.layout import placement_parts
-from triton_ep.context.records import read_reports
+from triton_ep.context.records import ARRIVALS_HERE, ROWS, Reports
 from triton_ep.context.rows import RowFormat
 from triton_ep.exchange import checks, repeated_combine
 from triton_ep.exchange import repeated_dispatch as repeated
@@ -362,15 +362,15 @@ def init_output_buffer(
     parts = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)
     first, count = parts[landing.counts]
     words = ctx.read_back()
-    reports = read_reports(words, cfg.world_size)
+    reports = Reports(words, cfg.world_size)
     own = reports[cfg.rank]
     if request.others_know:
         ctx.unread = placement
         return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None), False
     checks.raise_for_ranks(cfg, reports)
     grown = ctx.grow(*landing.room(cfg, reports))
-    counts, rows = tuple(words[first : first + count]), tuple([report.rows for report in reports])
-    here = tuple([report.arrivals_here for report in reports]) if cfg.copy_engines else None
+    counts, rows = tuple(words[first : first + count]), tuple(reports.column(ROWS))
+    here = tuple(reports.column(ARRIVALS_HERE)) if cfg.copy_engines else None
     return Arrivals(landing.num_rows(own), own.arrivals, counts, rows, here), grown
 
 
