@@ -39,6 +39,7 @@ from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.launch import aot_for
 from triton_ep.runtime.tuned.table import TunedEntry
+from triton_ep.runtime.untraced import untraced_calls
 
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
@@ -53,6 +54,7 @@ def _field(name: str) -> Any:  # Any, because `property` cannot express the type
     return property(lambda self: getattr(self.config, name), doc=f"`config.{name}`.")
 
 
+@untraced_calls("use triton_ep.autograd or triton_ep.nn in graphs")
 class EPAll2AllLayer:
     """Expert-parallel all-to-all: sends each token's row to the ranks of its experts and sums the expert outputs.
 
@@ -799,15 +801,13 @@ class EPAll2AllLayer:
         self, call: Callable[[], _Result], arguments: tuple[object, ...], previous_event: EPEvent | None = None
     ) -> tuple[_Result, EPEvent]:
         """Run `call` on `comm_stream`, after the work of the current stream or `previous_event`; return its result and
-        end event. arguments: all that it reads and the caller may drop before the current stream waits for the end.
-        """
+        end event. arguments: all that it reads and the caller may drop before the current stream waits for the end."""
         return self._comm.run(call, arguments, previous_event)
 
     @property
     def overflow_total(self) -> int:
-        """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far, including backward
-        passes and every replay of a CUDA graph. Padding rows count, too, as in `EPAllToAllLayoutDesc.overflow`. 0
-        without a capacity. Waits for this stream and `comm_stream`."""
+        """Rows that did not fit `capacity` on this rank so far, and padding, as in `EPAllToAllLayoutDesc.overflow`, also of
+        backward passes and replays of CUDA graphs. 0 without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
         return int(self.context.state[codes.OVERFLOW_TOTAL])

@@ -48,11 +48,13 @@ from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, orde
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.token_layout import LayoutMemory, token_layout
+from triton_ep.runtime.untraced import untraced_calls
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
 
 
+@untraced_calls("an exchange between ranks")
 class Buffer:
     """Dispatch and combine in DeepEP's calling convention. All calls but the static ones are collective.
 

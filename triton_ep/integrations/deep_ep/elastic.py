@@ -30,6 +30,7 @@ from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.runtime.untraced import untraced_calls
 
 _SIZE_STEP = 2 << 20
 """Byte counts of buffers are multiples of this."""
@@ -83,6 +84,7 @@ class _Call(NamedTuple):
     keeps_copies: bool
 
 
+@untraced_calls("an exchange between ranks")
 class ElasticBuffer:
     """Dispatch and combine in the calling convention of DeepEP's version 2. Calls are collective.
 

@@ -23,10 +23,12 @@ from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, 
 from triton_ep.integrations.hybrid_ep.routing import AgreedSizes, CallMode, GivenRouting
 from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer, sendable
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.runtime.untraced import untraced_calls
 
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 
 
+@untraced_calls("an exchange between ranks")
 class HybridEPBuffer:
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 

@@ -12,6 +12,7 @@ from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep import Buffer
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
 from triton_ep.integrations.host_counts import HostCounts
+from triton_ep.runtime.untraced import untraced
 
 _buffer: Buffer | None = None
 _counts = HostCounts()
@@ -177,6 +178,7 @@ class FusedCombine(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
+@untraced("an exchange between ranks")
 @check.renamed(input="x", exp_indices="token_indices", weight="token_probs")
 def fused_dispatch(
     x: torch.Tensor,
@@ -195,6 +197,7 @@ def fused_dispatch(
     return _apply(FusedDispatch, x, token_indices, token_probs, num_experts, group)
 
 
+@untraced("an exchange between ranks")
 def fused_combine(
     x: torch.Tensor,
     group: Any,

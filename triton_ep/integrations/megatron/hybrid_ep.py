@@ -26,6 +26,7 @@ from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 from triton_ep.integrations.hybrid_ep.handle import backward_pass
+from triton_ep.runtime.untraced import untraced
 
 __all__ = [
     "HybridEPCombine",
@@ -223,6 +224,7 @@ class HybridEPCombine(torch.autograd.Function):
         return grad, None, None, None, None
 
 
+@untraced("an exchange between ranks")
 def hybrid_ep_dispatch(
     x: torch.Tensor,
     routing_map: torch.Tensor,
@@ -272,6 +274,7 @@ def hybrid_ep_dispatch(
     return result
 
 
+@untraced("an exchange between ranks")
 def hybrid_ep_combine(
     x: torch.Tensor,
     handle: Any,
