@@ -806,7 +806,7 @@ class EPAll2AllLayer:
 
     @property
     def overflow_total(self) -> int:
-        """Rows that did not fit `capacity` on this rank so far, and padding, as in `EPAllToAllLayoutDesc.overflow`, also of
+        """Rows, with padding, that did not fit `capacity` on this rank so far (`EPAllToAllLayoutDesc.overflow`), also in
         backward passes and replays of CUDA graphs. 0 without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
