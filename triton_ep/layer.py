@@ -807,7 +807,7 @@ class EPAll2AllLayer:
     @property
     def overflow_total(self) -> int:
         """Rows, with padding, that did not fit `capacity` on this rank so far (`EPAllToAllLayoutDesc.overflow`), in
-        backward passes and replays of CUDA graphs, too. 0 without a capacity. Waits for this stream and `comm_stream`."""
+        backward passes and graph replays, too. 0 without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
         return int(self.context.state[codes.OVERFLOW_TOTAL])
