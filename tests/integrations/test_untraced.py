@@ -18,12 +18,10 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 12, 128, 2, 8
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _calls(topk_idx: torch.Tensor) -> dict[str, Call]:
+def _calls(topk_idx: torch.Tensor, layer: EPAll2AllLayer, hybrid: HybridEPBuffer) -> dict[str, Call]:
     """A dispatch and a combine of each interface, with torch's operations before, between and behind them."""
     group, sizes = dist.group.WORLD, {"num_max_tokens_per_rank": TOKENS, "hidden": HIDDEN, "num_topk": TOPK}
-    layer = EPAll2AllLayer(group, TOKENS, HIDDEN, TOPK, num_tot_experts=EXPERTS, timeout_s=60.0)
     deep_ep, elastic = Buffer(group, 1 << 20), ElasticBuffer(group, **sizes)
-    hybrid = HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS // dist.get_world_size(), topk=TOPK)
 
     def of_layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, _, desc = layer.dispatch(x * 2, topk_idx, weights)
@@ -68,7 +66,10 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
     device, generator = current_heap().device, torch.Generator().manual_seed(rank)
     scores = torch.rand(TOKENS, EXPERTS, generator=generator)
     topk_idx, weights = scores.topk(TOPK).indices.to(device), scores.topk(TOPK).values.to(device)
-    for name, call in _calls(topk_idx).items():
+    group = dist.group.WORLD
+    layer = EPAll2AllLayer(group, TOKENS, HIDDEN, TOPK, num_tot_experts=EXPERTS, timeout_s=60.0)
+    hybrid = HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS // dist.get_world_size(), topk=TOPK)
+    for name, call in _calls(topk_idx, layer, hybrid).items():
         torch._dynamo.reset()
         counters.clear()
         compiled, results = torch.compile(call, backend="eager"), []
@@ -89,6 +90,8 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use triton_ep\.autograd|an exchange between ranks"):
             torch.compile(call, backend="eager", fullgraph=True)(x, weights)
+    layer.finalize()
+    hybrid.close()
     release()
 
 

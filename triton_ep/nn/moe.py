@@ -272,10 +272,8 @@ class MoE(nn.Module):
                 raise
             return refused(self._connection.traced.layer, x, topk_idx, topk_weights, moe=self._key)
         if isinstance(self.experts, FSDPModule):
-            from triton_ep.nn.untraced import look_at_shards
-
             torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph anyway, without a reason
-            look_at_shards(self.experts)
+            self.experts.look_at_shards()
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         y = y.view(x.shape)

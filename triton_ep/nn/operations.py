@@ -69,11 +69,9 @@ def moe(
         return refused(layer, x, message=_MXTENSORS)
     needs = [param.requires_grad for param in params]
     keep = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad or any(needs))
-    key, out = layer.context.layer_id, x
-    if layer.config.low_latency and not keep:
-        out = torch.ops.triton_ep.moe_decode(x, topk_idx, topk_weights, params, key, experts.key)
-    else:
-        out = torch.ops.triton_ep.moe(x, topk_idx, topk_weights, params, keep, needs, key, experts.key)[0]
+    ops, given, keys = torch.ops.triton_ep, (x, topk_idx, topk_weights, params), (layer.context.layer_id, experts.key)
+    decodes = layer.config.low_latency and not keep
+    out: torch.Tensor = ops.moe_decode(*given, *keys) if decodes else ops.moe(*given, keep, needs, *keys)[0]
     return out
 
 

@@ -22,6 +22,7 @@ from triton_ep.nn.moe_block import MoEBlock, Params
 from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.runtime.untraced import untraced
 
 _DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of parameters."""
@@ -179,6 +180,7 @@ class SwiGLUExperts(nn.Module):
         if self.prepared is not None:
             self.prepared.invalidate()
 
+    @untraced("reads version counters")
     def look_at_shards(self) -> None:
         """Invalidate kept copies if the shards that FSDP gathers next have changed: gathered weights keep the version
         counter of the previous ones. Call it before a pass, while parameters are shards."""
